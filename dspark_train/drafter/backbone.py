@@ -1,0 +1,44 @@
+"""One layer of the backbone: block attention and a gated MLP, pre-norm."""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from dspark_train.drafter.attention import BlockAttention, KeysValues, RMSNorm, Rotation
+from dspark_train.drafter.config import DrafterConfig
+
+
+class GatedMLP(nn.Module):
+    """`down(act(gate x) ⊙ up x)`."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DrafterLayer(nn.Module):
+    """A draft layer. The context enters through its keys and values only, un-normed by the layer."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = BlockAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        context: KeysValues,
+        context_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Block states `[B, A, K, D]` to block states of the same shape."""
+        x = x + self.self_attn(self.input_layernorm(x), rotation, context, context_mask)
+        return x + self.mlp(self.post_attention_layernorm(x))

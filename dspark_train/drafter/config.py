@@ -1,0 +1,102 @@
+"""Everything that determines the shape and the conventions of a drafter."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from dspark_train.blocks import BlockSlots
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+class DrafterConfig(PreTrainedConfig):
+    """Configuration of a drafter. DSpark and DFlash are settings of it, not classes.
+
+    Sizes (`hidden_size` … `rope_parameters`) mean what they mean for the target, whose embedding
+    and LM head the drafter shares. `target_layer_ids` are 0-based: i is the output of target layer
+    i. `sample_from_anchor` chooses the block convention (`blocks/slots.py`). `markov_head_type` is
+    None, "vanilla", "gated" or "rnn". `confidence_temperatures` holds one value per proposal, by
+    which confidence logits are divided. `target` identifies the target the drafter was trained for.
+
+    Raises:
+        ValueError: contradictory settings, all of them named in one message.
+    """
+
+    model_type = "dspark_drafter"
+
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 16
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    vocab_size: int = 128
+    tie_word_embeddings: bool = False
+    is_causal: bool = False
+
+    block_size: int = 7
+    sample_from_anchor: bool = True
+    mask_token_id: int = 0
+    target_layer_ids: list | None = None
+    num_target_layers: int = 4
+    markov_head_type: str | None = "vanilla"
+    markov_rank: int = 16
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    confidence_temperatures: list | None = None
+    target: dict | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+        if self.target_layer_ids is None:
+            self.target_layer_ids = [1]
+        super().__post_init__(**kwargs)
+        if problems := self._problems():
+            raise ValueError("drafter config: " + "; ".join(problems))
+
+    @property
+    def slots(self) -> BlockSlots:
+        return BlockSlots(self.block_size, self.sample_from_anchor)
+
+    def _problems(self) -> list[str]:
+        problems = []
+        try:
+            proposals = self.slots.num_proposals
+        except ValueError as error:
+            return [str(error)]
+        if self.markov_head_type not in (None, *MARKOV_HEADS):
+            problems.append(
+                f"markov_head_type={self.markov_head_type!r}, expected one of {MARKOV_HEADS} or null"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            problems.append(
+                f"mask_token_id={self.mask_token_id} is outside the vocabulary of "
+                f"{self.vocab_size} tokens"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        taps = self.target_layer_ids
+        if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= self.num_target_layers - 1:
+            problems.append(
+                f"target_layer_ids={taps} must be sorted, distinct, at least 0 and before the last "
+                f"layer ({self.num_target_layers - 1}) of the target"
+            )
+        if self.confidence_temperatures is not None and (
+            len(self.confidence_temperatures) != proposals
+            or min(self.confidence_temperatures) <= 0
+        ):
+            problems.append(
+                f"confidence_temperatures={self.confidence_temperatures}, expected {proposals} "
+                "positive numbers, one per proposal"
+            )
+        return problems

@@ -1,0 +1,90 @@
+"""The drafter as in the papers: inject the target's features, run one block in parallel.
+
+One forward serves training and decoding: training gives it many blocks and a mask, decoding one
+block and a cache of the same context keys and values.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dspark_train.drafter.attention import KeysValues, RMSNorm, Rotary
+from dspark_train.drafter.backbone import DrafterLayer
+from dspark_train.drafter.confidence import ConfidenceHead
+from dspark_train.drafter.config import DrafterConfig
+from dspark_train.drafter.markov import GatedMarkovHead, MarkovHead
+from dspark_train.drafter.rnn import RnnMarkovHead
+
+MARKOV_CLASSES = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarkovHead}
+
+
+class Drafter(PreTrainedModel):
+    """DFlash / DSpark drafter. Embedding and LM head belong to the target and are not in here."""
+
+    config_class = DrafterConfig
+    config: DrafterConfig
+    base_model_prefix = ""
+    _no_split_modules = ("DrafterLayer",)
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.slots = config.slots
+        self.rotary = Rotary(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        kind = config.markov_head_type
+        self.markov_head = MARKOV_CLASSES[kind](config) if kind else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        if isinstance(module, MarkovHead):
+            # no bias at first: the heads start from the backbone's own logits
+            nn.init.zeros_(module.markov_w2.weight)
+
+    def context_kv(self, features: torch.Tensor, positions: torch.Tensor) -> list[KeysValues]:
+        """Keys and values of context positions for every layer (computed once, then cached).
+
+        Args:
+            features: `[B, S, M·D]` concatenated outputs of the tapped target layers.
+            positions: `[B, S]` true positions.
+
+        Returns:
+            Per layer, keys and values `[B, Hkv, S, d]`.
+        """
+        context = self.hidden_norm(self.fc(features))
+        rotation = self.rotary(positions)
+        return [layer.self_attn.keys_values(context, rotation) for layer in self.layers]
+
+    def backbone(
+        self,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        context: list[KeysValues],
+        context_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run blocks in parallel.
+
+        Args:
+            embeddings: `[B, A, K, D]` target embeddings of the block inputs.
+            positions: `[B, A, K]` true positions of the slots.
+            context: per layer keys and values `[B, Hkv, S, d]`, from `context_kv`.
+            context_mask: `[B, A, S]` bool; None: every block sees all of the context.
+
+        Returns:
+            Post-norm hidden states `[B, A, K, D]`.
+        """
+        rotation = self.rotary(positions)
+        hidden = embeddings
+        for layer, keys_values in zip(self.layers, context, strict=True):
+            hidden = layer(hidden, rotation, keys_values, context_mask)
+        return self.norm(hidden)
