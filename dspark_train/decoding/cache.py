@@ -1,0 +1,212 @@
+"""Keys and values of positions that were processed, preallocated, with a length per row.
+
+What a cache holds is what its own forward passes consumed. A committed token that no pass has
+read yet (the anchor) is in no cache.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Layer(CacheLayerMixin):
+    """Storage `[rows, H, capacity, d]` of one layer. The lengths belong to the cache."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: "KVCache", index: int) -> None:
+        super().__init__()
+        self._cache, self._index = cache, index
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys, self.values = (
+            x.new_zeros((self._cache.num_rows, x.shape[1], self._cache.capacity, x.shape[3]))
+            for x in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> KeysValues:
+        """Write `[n, H, q, d]` behind what the active rows hold; return views of the whole."""
+        cache, q = self._cache, key_states.shape[2]
+        if self._index == 0:
+            cache.plan(key_states.shape[0], q, key_states.device)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._grow()
+        start, stop, end = *cache.active, cache.end
+        keys, values = self.keys[start:stop], self.values[start:stop]
+        if cache.scatter is None:
+            keys[:, :, end - q : end] = key_states
+            values[:, :, end - q : end] = value_states
+        else:
+            rows, columns = cache.scatter
+            keys[rows, :, columns] = key_states.transpose(1, 2)
+            values[rows, :, columns] = value_states.transpose(1, 2)
+        if self._index == len(cache.layers) - 1:
+            cache.advance(q)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def _grow(self) -> None:
+        held, capacity = self.keys.shape[2], self._cache.capacity
+        if held == capacity:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            # zeros: what lies behind a row's length is masked, but NaN would pass through a mask
+            new = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
+            new[:, :, :held] = old
+            setattr(self, name, new)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return max(self._cache.active_lengths)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError("lengths belong to the whole cache: use KVCache.truncate")
+
+
+class KVCache(Cache):
+    """The target's cache under transformers' interface: rows of different lengths, no copies.
+
+    A pass of q tokens over the active rows writes behind each row's own length, and the rows grow
+    by q. `truncate` takes positions back without touching memory. Capacity grows by blocks.
+
+    Args:
+        num_layers: layers that a pass updates, in order.
+        num_rows: requests it holds.
+        block: capacity is a multiple of this many positions.
+    """
+
+    def __init__(self, num_layers: int, num_rows: int = 1, block: int = 256) -> None:
+        self.num_rows, self.block, self.capacity = num_rows, block, 0
+        self.lengths = [0] * num_rows
+        self.active = (0, num_rows)
+        self.end = 0
+        self.scatter: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._staircase: torch.Tensor | None = None
+        super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
+
+    @property
+    def active_lengths(self) -> list[int]:
+        return self.lengths[self.active[0] : self.active[1]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        tensors = [
+            x for layer in self.layers if layer.is_initialized for x in (layer.keys, layer.values)
+        ]
+        return sum(x.nbytes for x in tensors)
+
+    def activate(self, start: int, stop: int) -> None:
+        """Rows `start:stop` take part in the passes that follow."""
+        if not 0 <= start < stop <= self.num_rows:
+            raise ValueError(f"rows {start}:{stop} are not within the {self.num_rows} of the cache")
+        self.active = (start, stop)
+
+    def reserve(self, length: int) -> None:
+        """Have room for `length` positions per row, so that no pass has to grow the storage."""
+        if length > self.capacity:
+            self.capacity = -(-length // self.block) * self.block
+
+    def plan(self, rows: int, q: int, device: torch.device) -> None:
+        """Where the pass that begins writes; called by its first layer."""
+        lengths = self.active_lengths
+        if rows != len(lengths):
+            raise ValueError(
+                f"a pass of {rows} rows, but {len(lengths)} rows of the cache are active"
+            )
+        self.end = max(lengths) + q
+        self.reserve(self.end)
+        self.scatter = None
+        if min(lengths) != max(lengths):
+            columns = torch.tensor(lengths, device=device)[:, None] + torch.arange(q, device=device)
+            self.scatter = torch.arange(rows, device=device)[:, None], columns
+
+    def advance(self, q: int) -> None:
+        """The active rows hold q more positions; called by the last layer of a pass."""
+        for row in range(*self.active):
+            self.lengths[row] += q
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Roll the active rows back to `lengths`, in constant time.
+
+        Raises:
+            ValueError: a length that a row does not hold.
+        """
+        for row, length in zip(range(*self.active), lengths, strict=True):
+            if not 0 <= length <= self.lengths[row]:
+                raise ValueError(
+                    f"cannot cut row {row} to {length}: it holds {self.lengths[row]} positions"
+                )
+            self.lengths[row] = length
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Copy a row over another one."""
+        length = self.lengths[source]
+        for layer in self.layers:
+            for stored in (layer.keys, layer.values):
+                stored[destination, :, :length] = stored[source, :, :length]
+        self.lengths[destination] = length
+
+    def mask(self, q: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor | None:
+        """Additive attention mask `[n or 1, 1, q, end]` for the next pass of q tokens.
+
+        None where attention needs none: equal rows that are empty (plain causal) or get one token.
+        """
+        lengths = self.active_lengths
+        longest = max(lengths)
+        if min(lengths) == longest:
+            if q == 1 or longest == 0:
+                return None
+            return self._stairs(longest, q, dtype, device)
+        columns = torch.arange(longest + q, device=device)
+        last = torch.tensor(lengths, device=device)[:, None] + torch.arange(q, device=device)
+        hidden = columns > last[:, :, None]
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
+            hidden, torch.finfo(dtype).min
+        )[:, None]
+
+    def _stairs(
+        self, past: int, q: int, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        # one buffer [Q, past | Q]: zeros, then a triangle; every pass reads a window of it
+        stairs = self._staircase
+        if stairs is None or stairs.shape[0] < q or stairs.shape[1] - stairs.shape[0] < past:
+            size, room = max(q, 16), max(past, self.capacity)
+            triangle = torch.full((size, size), torch.finfo(dtype).min, dtype=dtype).triu(1)
+            stairs = torch.cat((torch.zeros(size, room, dtype=dtype), triangle), dim=1).to(device)
+            self._staircase = stairs
+        room = stairs.shape[1] - stairs.shape[0]
+        return stairs[None, None, :q, room - past : room + q]
+
+
+class DraftCache(KVCache):
+    """The drafter's keys and values of context positions. Its length is its own."""
+
+    @property
+    def length(self) -> int:
+        """Positions held by its one row."""
+        return self.lengths[0]
+
+    def append(self, context: list[KeysValues]) -> None:
+        """Add keys and values `[1, H, n, d]` per layer."""
+        for layer, (keys, values) in zip(self.layers, context, strict=True):
+            layer.update(keys, values)
+
+    def context(self) -> list[KeysValues]:
+        """Views `[1, H, length, d]` per layer."""
+        end = self.length
+        return [(layer.keys[:, :, :end], layer.values[:, :, :end]) for layer in self.layers]

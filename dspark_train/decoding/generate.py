@@ -1,0 +1,206 @@
+"""The decoder that users call."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.loading import (
+    ProposerName,
+    block_proposer,
+    check_proposer,
+    load_proposer,
+    load_target,
+)
+from dspark_train.decoding.proposers import Proposer
+from dspark_train.decoding.request import Request
+from dspark_train.decoding.result import Result, Stream
+from dspark_train.decoding.sampling import SamplingSettings, usable_vocabulary
+from dspark_train.decoding.stats import DecodingStats, Round
+from dspark_train.decoding.text import TextStream
+from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.target import Target
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class SpeculativeDecoder:
+    """Generates with a target, sped up by a proposer, without changing the target's output.
+
+    Args:
+        target: the frozen model.
+        proposer: what guesses ahead, over the target's usable vocabulary.
+    """
+
+    def __init__(self, target: Target, proposer: Proposer) -> None:
+        self.target, self.proposer = target, proposer
+        self.vocabulary = usable_vocabulary(target.tokenizer, target.vocab_size)
+        self.engine = Engine(target, proposer, self.vocabulary)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        checkpoint: str | Path | None = None,
+        target: Target | str | None = None,
+        *,
+        proposer: ProposerName = "drafter",
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+    ) -> "SpeculativeDecoder":
+        """Build a decoder from a drafter checkpoint.
+
+        Args:
+            checkpoint: folder or hub id of a drafter; not needed for "lookup" and "plain".
+            target: a loaded target, or a name for `Target.load`; None takes the one that the
+                checkpoint records.
+            proposer: "drafter", "drafter-no-heads" (its backbone alone), "lookup" or "plain".
+            dtype, device: for a target that is loaded here; the drafter follows the target.
+
+        Raises:
+            ValueError: an unknown proposer or one without the checkpoint it needs, nothing that
+                names a target, or a target that the drafter was not made for.
+        """
+        check_proposer(proposer, checkpoint)
+        config = None if checkpoint is None else DrafterConfig.from_pretrained(checkpoint)
+        loaded = load_target(config, target, dtype, device)
+        return cls(loaded, load_proposer(proposer, checkpoint, loaded))
+
+    @classmethod
+    def with_drafter(
+        cls, target: Target, drafter: Drafter, *, use_heads: bool = True
+    ) -> "SpeculativeDecoder":
+        """A decoder of a drafter in memory, in the target's dtype and on its device.
+
+        Raises:
+            ValueError: a drafter made for another target.
+        """
+        return cls(target, block_proposer(drafter, target, use_heads=use_heads))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 256,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        eos_ids: Sequence[int] | None = None,
+        trace: Callable[[Round], None] | None = None,
+    ) -> Result:
+        """Generate the continuation of one prompt.
+
+        Args:
+            prompt: text (tokenised as it is), chat messages (through the target's template), or
+                token ids.
+            max_new_tokens: at least 1; the target's context may end the output earlier.
+            temperature, top_k, top_p, min_p: as in transformers; temperature 0 is greedy.
+            seed: makes sampling repeatable; None takes a new one each time.
+            stop: strings; the text ends before the first of them, the tokens with the one that
+                completes it.
+            eos_ids: ids that end the output; None takes the target's, () none.
+            trace: called with every round.
+
+        Raises:
+            ValueError: an empty prompt, one that fills the context, an id outside the vocabulary,
+                or settings out of range.
+        """
+        settings = SamplingSettings(temperature, top_k, top_p, min_p, seed)
+        request = self._request(prompt, max_new_tokens, settings, stop, eos_ids)
+        return Stream(self._pieces(request, trace)).drain()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 256,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        eos_ids: Sequence[int] | None = None,
+        trace: Callable[[Round], None] | None = None,
+    ) -> Stream:
+        """As `generate`, with the text in pieces as it comes. One request at a time.
+
+        Raises:
+            ValueError: as `generate`, and a target without a tokenizer.
+        """
+        if self.target.tokenizer is None:
+            raise ValueError(f"target {self.target.name} has no tokenizer, so no text to stream")
+        settings = SamplingSettings(temperature, top_k, top_p, min_p, seed)
+        request = self._request(prompt, max_new_tokens, settings, stop, eos_ids)
+        return Stream(self._pieces(request, trace))
+
+    def _pieces(
+        self, request: Request, trace: Callable[[Round], None] | None
+    ) -> Iterator[str | Result]:
+        stats = DecodingStats(requests=1)
+        stats.seconds["prefill"] = self.engine.start(request)
+        stats.tokens = 1
+        text = request.text
+        while request.finish_reason is None:
+            if text is not None:
+                yield text.take()
+            round_ = self.engine.step(request)
+            stats.add(round_)
+            if trace is not None:
+                trace(round_)
+        if text is not None:
+            yield text.finish()
+        yield Result(
+            tokens=request.new_tokens,
+            text="" if text is None else text.text,
+            finish_reason=request.finish_reason,
+            stats=stats,
+            prompt_tokens=request.prompt_length,
+        )
+
+    def _request(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        settings: SamplingSettings,
+        stop: str | Sequence[str],
+        eos_ids: Sequence[int] | None,
+    ) -> Request:
+        ids, tokenizer = self._encode(prompt), self.target.tokenizer
+        room = self.target.max_positions - len(ids)
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}, expected at least 1")
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and the context of target {self.target.name} "
+                f"{self.target.max_positions} positions: shorten it by at least {1 - room}"
+            )
+        if not all(0 <= token < self.vocabulary for token in ids):
+            wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
+            raise ValueError(
+                f"token id {wrong} in the prompt, expected ids from 0 to {self.vocabulary - 1}"
+            )
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stops or (stops and tokenizer is None):
+            raise ValueError(f"stop={stops!r}: expected non-empty strings and a tokenizer")
+        return Request(
+            ids,
+            settings,
+            min(max_new_tokens, room),
+            self.target.eos_ids if eos_ids is None else tuple(eos_ids),
+            None if tokenizer is None else TextStream(tokenizer, stops),
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.target.tokenizer is None:
+                raise ValueError(
+                    f"target {self.target.name} has no tokenizer: give the prompt as token ids"
+                )
+            return list(self.target.tokenizer(prompt)["input_ids"])
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return self.target.encode_chat(prompt)
+        return [int(token) for token in prompt]

@@ -1,0 +1,92 @@
+"""From a checkpoint and a name to a target and a proposer that fit each other."""
+
+from pathlib import Path
+from typing import Literal, get_args
+
+from dspark_train.decoding.proposers import (
+    BlockProposer,
+    LookupProposer,
+    PlainProposer,
+    Proposer,
+)
+from dspark_train.decoding.sampling import usable_vocabulary
+from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.target import Target
+
+ProposerName = Literal["drafter", "drafter-no-heads", "lookup", "plain"]
+
+
+def load_target(
+    config: DrafterConfig | None, target: Target | str | None, dtype: str, device: str
+) -> Target:
+    """The target that was given, named, or recorded in the drafter's config.
+
+    Raises:
+        ValueError: nothing names a target, or the drafter was made for another one.
+    """
+    if target is None:
+        recorded = (config.target if config is not None else None) or {}
+        target = recorded.get("name")
+        if target is None:
+            raise ValueError(
+                "the checkpoint does not name its target: pass target=, a loaded Target or a name "
+                "that Target.load takes"
+            )
+    if isinstance(target, str):
+        target = Target.load(target, dtype=dtype, device=device)
+    if config is not None:
+        check_target(config, target)
+    return target
+
+
+def load_proposer(
+    proposer: ProposerName, checkpoint: str | Path | None, target: Target
+) -> Proposer:
+    """The proposer of that name, its drafter in the dtype and on the device of `target`."""
+    if proposer == "plain":
+        return PlainProposer()
+    if proposer == "lookup":
+        return LookupProposer()
+    drafter = Drafter.from_pretrained(checkpoint, dtype=target.dtype).to(target.device)
+    return block_proposer(drafter, target, use_heads=proposer == "drafter")
+
+
+def block_proposer(drafter: Drafter, target: Target, *, use_heads: bool = True) -> BlockProposer:
+    """The block proposer of a drafter, over the vocabulary that the target's tokenizer uses."""
+    check_target(drafter.config, target)
+    vocabulary = usable_vocabulary(target.tokenizer, target.vocab_size)
+    return BlockProposer(drafter, target.head, vocabulary, use_heads)
+
+
+def check_proposer(proposer: str, checkpoint: str | Path | None) -> None:
+    """Refuse names that are not proposers, and a drafter without a checkpoint.
+
+    Raises:
+        ValueError: as said.
+    """
+    if proposer not in get_args(ProposerName):
+        raise ValueError(f"proposer={proposer!r}, expected one of {get_args(ProposerName)}")
+    if proposer.startswith("drafter") and checkpoint is None:
+        raise ValueError(
+            f"proposer={proposer!r} needs a checkpoint; without one use 'lookup' or 'plain'"
+        )
+
+
+def check_target(config: DrafterConfig, target: Target) -> None:
+    """Refuse a target of other sizes than the drafter was made for.
+
+    Raises:
+        ValueError: naming both sides of every contradiction.
+    """
+    sides = {
+        "hidden size": (config.hidden_size, target.hidden_size),
+        "vocabulary rows": (config.vocab_size, target.vocab_size),
+        "number of target layers": (config.num_target_layers, target.num_layers),
+    }
+    wrong = [f"{what} {ours} != {its}" for what, (ours, its) in sides.items() if ours != its]
+    if wrong:
+        trained_for = (config.target or {}).get("name", "an unnamed target")
+        raise ValueError(
+            f"the drafter was made for {trained_for} and does not fit target {target.name}: "
+            f"{', '.join(wrong)} (drafter != target); use the target that it was made for"
+        )

@@ -1,0 +1,8 @@
+"""Proposers: the ways to guess tokens ahead. Adding one is one file that satisfies `Proposer`."""
+
+from dspark_train.decoding.proposers.base import Proposal, Proposer
+from dspark_train.decoding.proposers.block import BlockProposer
+from dspark_train.decoding.proposers.lookup import LookupProposer
+from dspark_train.decoding.proposers.plain import PlainProposer
+
+__all__ = ["BlockProposer", "LookupProposer", "PlainProposer", "Proposal", "Proposer"]

@@ -1,0 +1,194 @@
+"""From logits to tokens: one filter, keyed random numbers, one way to draw.
+
+Target and drafter go through the same `warp`, so a tie or a rounding is settled alike on
+both sides.
+"""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import MinPLogitsWarper, TopKLogitsWarper
+
+Purpose = Literal["propose", "accept", "resample"]
+
+_PURPOSES: dict[str, int] = {"propose": 1, "accept": 2, "resample": 3}
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
+_STEP = 0x9E37_79B9_7F4A_7C15
+_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are sampled from the target. Temperature 0 is greedy; 0 / 1.0 switch filters off.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.temperature < float("inf"):
+            problems.append(f"temperature={self.temperature}, expected 0 (greedy) or more")
+        if self.top_k < 0 or int(self.top_k) != self.top_k:
+            problems.append(f"top_k={self.top_k}, expected a whole number, 0 to switch it off")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p={self.top_p}, expected more than 0 and at most 1 (off)")
+        if not 0 <= self.min_p <= 1:
+            problems.append(f"min_p={self.min_p}, expected between 0 (off) and 1")
+        if problems:
+            raise ValueError("sampling settings: " + "; ".join(problems))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def usable_vocabulary(tokenizer: Any, rows: int) -> int:
+    """How many leading ids of an LM head with `rows` rows a tokenizer can produce.
+
+    Heads are padded beyond the tokenizer; logits are cut to this length on both sides, so the
+    padding never gets mass. Without a tokenizer all rows count.
+    """
+    if tokenizer is None:
+        return rows
+    return min(rows, max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0)))
+
+
+def warp(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+    """Probabilities float32 `[..., V]` that tokens are drawn from, of logits `[..., V]`.
+
+    Order and tie rules are those of transformers: temperature, top-k (ties at the border stay),
+    top-p (the fewest tokens that reach it), min-p. Temperature 0 gives one-hot rows.
+    """
+    logits = logits.float()
+    if settings.greedy:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits / settings.temperature
+    if settings.top_k:
+        logits = TopKLogitsWarper(int(settings.top_k))(None, logits)
+    if settings.top_p < 1:
+        logits = _keep_top_p(logits, settings.top_p)
+    if settings.min_p > 0:
+        logits = MinPLogitsWarper(settings.min_p)(None, logits)
+    return logits.softmax(-1)
+
+
+def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Mask all but the fewest most likely tokens whose mass reaches `top_p`.
+
+    Equals transformers' warper, which sorts the whole vocabulary; here the head of the ranking is
+    enough almost always. Of equal logits at the border the higher ids stay, as a stable ascending
+    sort has it.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    total = rows.logsumexp(-1, keepdim=True).double()
+    width = min(_CHUNK, rows.shape[-1])
+    while True:
+        ranked = rows.topk(width).values
+        mass = (ranked.double() - total).exp()
+        # a token stays while the mass ranked before it is short of top_p
+        count = ((mass.cumsum(-1) - mass) < top_p).sum(-1, keepdim=True)
+        if width == rows.shape[-1] or bool((count < width).all()):
+            break
+        width = min(16 * width, rows.shape[-1])
+    border = ranked.gather(-1, count - 1)
+    dropped = rows < border
+    tied = rows == border
+    room = count - (ranked > border).sum(-1, keepdim=True)
+    if bool((tied.sum(-1, keepdim=True) > room).any()):
+        dropped |= tied & (tied.flip(-1).cumsum(-1).flip(-1) > room)
+    return rows.masked_fill(dropped, float("-inf")).view_as(logits)
+
+
+def _mix(x: Any) -> Any:
+    # splitmix64's finaliser (Steele, Lea, Flood 2014) on Python ints or uint64 arrays alike
+    x = ((x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def keyed_uniforms(seeds: Any, positions: Any, purpose: Purpose) -> Any:
+    """Uniforms in [0, 1) that depend on (seed, position, purpose) alone.
+
+    Args:
+        seeds, positions: Python ints below 2^64, or uint64 arrays `[n]`.
+        purpose: proposing, accepting and resampling never share a number.
+
+    Returns:
+        A float, or float64 `[n]`.
+    """
+    x = _mix((seeds + (_STEP * _PURPOSES[purpose] & _MASK)) & _MASK)
+    x = _mix((x + _STEP * (positions + 1)) & _MASK)
+    return (x >> 11) * 2.0**-53
+
+
+class Randomness:
+    """The random numbers of one request: counter-based, without state.
+
+    Args:
+        seed: any integer; None takes one from the operating system.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = secrets.randbits(64) if seed is None else seed & _MASK
+
+    def uniform(self, position: int, purpose: Purpose) -> float:
+        """The number in [0, 1) for the token at `position`, for one purpose."""
+        return keyed_uniforms(self.seed, position, purpose)
+
+
+def seed_array(seeds: list[int]) -> np.ndarray:
+    """Seeds as the uint64 array `[n]` that `keyed_uniforms` takes for many requests at once."""
+    return np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
+
+
+def draw(probs: torch.Tensor, u: float) -> int:
+    """One token of `probs` `[V]` by inverse CDF at `u` in [0, 1); see `draw_rows`."""
+    return int(draw_rows(probs[None], torch.tensor([u], dtype=torch.float64))[0])
+
+
+def draw_rows(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """One token per row by inverse CDF in float64.
+
+    Args:
+        probs: `[n, V]` not negative; rows need not sum to 1.
+        uniforms: `[n]` float64 in [0, 1).
+
+    Returns:
+        Ids `[n]`. A token without mass is never drawn, not even at u = 0 or next to 1.
+
+    Raises:
+        ValueError: a row without mass, or with NaN or infinity.
+    """
+    n, V = probs.shape
+    if V % _CHUNK:
+        probs = torch.nn.functional.pad(probs, (0, -V % _CHUNK))
+    chunks = probs.view(n, -1, _CHUNK)
+    # two levels: the long sum runs over chunks, the exact place is sought inside one of them
+    cumulative = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
+    total = cumulative[:, -1]
+    if not bool(((total > 0) & (total < float("inf"))).all()):
+        raise ValueError(
+            f"cannot draw from rows whose mass is {total.tolist()}: expected positive finite sums; "
+            "the logits hold NaN or infinity, or a filter removed every token"
+        )
+    target = _below(uniforms.to(total) * total, total)[:, None]
+    chunk = (cumulative <= target).sum(-1, keepdim=True)
+    before = torch.nn.functional.pad(cumulative, (1, 0)).gather(-1, chunk)
+    inside = chunks.gather(1, chunk[..., None].expand(-1, -1, _CHUNK))[:, 0].double().cumsum(-1)
+    rest = _below(target - before, inside[:, -1:])
+    return chunk[:, 0] * _CHUNK + (inside <= rest).sum(-1)
+
+
+def _below(value: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    # rounding may lift u·total to total; strictly below it, the first larger cumulative sum exists
+    return torch.minimum(value, torch.nextafter(bound, torch.zeros_like(bound)))
