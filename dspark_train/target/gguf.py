@@ -1,0 +1,112 @@
+"""GGUF weights inside an installed Python package, converted once to a safetensors folder.
+
+Some packages on the package registry carry the weights of a small model, which makes a real target
+available where no model hub is. The package itself is never imported: it may depend on a runtime
+that is not installed.
+"""
+
+import os
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+# Part of the folder's name: raise it when the conversion changes what it writes.
+CONVERSION_VERSION = 1
+
+
+def default_cache_dir() -> Path:
+    """`$DSPARK_CACHE`, or `~/.cache/dspark_train`."""
+    return Path(os.environ.get("DSPARK_CACHE") or Path.home() / ".cache" / "dspark_train")
+
+
+def package_folder(distribution: str, cache_dir: str | Path | None = None) -> Path:
+    """The converted folder of a package's model, converting it if it is not there yet.
+
+    Args:
+        distribution: name of the package, as pip knows it.
+        cache_dir: parent of the converted folders; default `default_cache_dir()`.
+
+    Raises:
+        ValueError: if the package or the GGUF reader is not installed, or if the package does not
+            hold exactly one GGUF file.
+    """
+    gguf, version = find_gguf(distribution)
+    parent = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    folder = parent / f"{distribution}-{version}-{gguf.stem}-v{CONVERSION_VERSION}"
+    if not folder.is_dir():
+        _convert(gguf, folder)
+    return folder
+
+
+def find_gguf(distribution: str) -> tuple[Path, str]:
+    """Path of the one GGUF file of an installed package, and the package's version.
+
+    Raises:
+        ValueError: if the package is not installed or holds no or several GGUF files.
+    """
+    advice = f"install it with `pip install --no-deps {distribution} gguf`"
+    try:
+        package = metadata.distribution(distribution)
+    except (metadata.PackageNotFoundError, ValueError) as error:
+        raise ValueError(f"package {distribution!r} is not installed; {advice}") from error
+    found = [Path(str(package.locate_file(f))) for f in package.files or () if f.suffix == ".gguf"]
+    if len(found) != 1 or not found[0].is_file():
+        raise ValueError(
+            f"package {distribution!r} should hold one GGUF file, found "
+            f"{[str(f) for f in found]}; {advice}"
+        )
+    return found[0], package.version
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ValueError("reading GGUF weights needs `pip install --no-deps gguf`") from error
+    fields = GGUFReader(gguf).fields
+    pre_tokenizer = (
+        fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else ""
+    )
+    packed = getattr(transformers, "GgufConfig", None)
+    # Releases that have this class keep the weights packed, which cannot be saved, unless told.
+    unpack = {"quantization_config": packed(dequantize=True)} if packed else {}
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **unpack
+    )
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    mend_tokenizer(tokenizer, pre_tokenizer, model.config.max_position_embeddings)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        written = Path(temporary) / folder.name
+        model.save_pretrained(written)
+        tokenizer.save_pretrained(written)
+        try:
+            written.rename(folder)
+        except OSError:
+            # Another process converted the same package meanwhile.
+            if not folder.is_dir():
+                raise
+
+
+def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, max_length: int) -> None:
+    """Put back what the conversion of a GGUF tokenizer loses, in place.
+
+    Args:
+        tokenizer: as transformers read it, with a byte-level pre-tokenizer.
+        pre_tokenizer: the file's `tokenizer.ggml.pre`. "smollm" splits every digit off before the
+            byte-level rule, which matters for spaces in front of numbers.
+        max_length: longest input of the model.
+    """
+    tokenizer.model_max_length = max_length
+    if pre_tokenizer == "smollm":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )

@@ -1,0 +1,59 @@
+"""The target's input embedding and output head, as a drafter shares them."""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class TargetHead(nn.Module):
+    """Frozen embedding and LM head of a target; weights are shared with it, never copied.
+
+    `logits` gives what the target itself gives for its final norm's output: the LM head, then the
+    family's logit scale, then its soft-cap.
+
+    Attributes:
+        embedding: the target's own embedding module, which holds the scale of some families.
+        projection: the target's own LM head, `weight` [V, D].
+        embed_multiplier: factor the target's forward puts on the embeddings (1.0 for most).
+        scale: factor on the raw logits (1.0 for most).
+        soft_cap: c in `c · tanh(logits / c)`, or None.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take the parts out of `model`.
+
+        Raises:
+            ValueError: if the model has no LM head.
+        """
+        super().__init__()
+        config = model.config.get_text_config()
+        projection = model.get_output_embeddings()
+        if projection is None:
+            raise ValueError(f"{type(model).__name__} has no LM head; a causal LM is needed")
+        self.embedding = model.get_input_embeddings()
+        self.projection = projection
+        self.embed_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
+        multiplied = float(getattr(config, "logit_scale", None) or 1.0)
+        divided = float(getattr(config, "logits_scaling", None) or 1.0)
+        self.scale = multiplied / divided
+        self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.requires_grad_(False)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head, padding rows beyond the tokenizer included."""
+        return self.projection.weight.shape[0]
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map token ids [...] to the vectors [..., D] that enter the target's first layer."""
+        embedded = self.embedding(ids)
+        return embedded if self.embed_multiplier == 1.0 else embedded * self.embed_multiplier
+
+    def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
+        """Map the final norm's output [..., D] to logits [..., V] in the head's dtype."""
+        logits = self.projection(last_hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits

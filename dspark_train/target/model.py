@@ -1,0 +1,201 @@
+"""The target: a frozen causal language model whose distribution is kept."""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from dspark_train.target.chat import encode_chat, eos_ids
+from dspark_train.target.fingerprint import config_sha, weights_sha
+from dspark_train.target.head import TargetHead
+from dspark_train.target.layers import validate_taps
+from dspark_train.target.loading import load_model, load_tokenizer, resolve
+from dspark_train.target.support import probe, refuse_stateful, refuse_unsupported
+from dspark_train.target.taps import decoder_layers, tapped
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward pass of the target gives.
+
+    Attributes:
+        last_hidden: output of the final norm [B, S, D], what the LM head reads.
+        features: outputs of the tapped layers, concatenated [B, S, M·D], or None without taps.
+            They are not normalised.
+    """
+
+    last_hidden: torch.Tensor
+    features: torch.Tensor | None
+
+
+class Target:
+    """A frozen causal language model, with taps on its layers.
+
+    Attributes:
+        model: the transformers model, in evaluation mode, without gradients.
+        tokenizer: its tokenizer, or None for a model wrapped without one.
+        head: embedding and LM head as a drafter shares them.
+        name, revision: where the model came from.
+        num_layers, hidden_size: of its decoder.
+        vocab_size: rows of the LM head (may exceed the tokenizer).
+        max_positions: longest context; `sys.maxsize` if the family has no limit.
+        eos_ids: token ids that end a response; may be empty.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        name: str,
+        revision: str | None = None,
+    ) -> None:
+        """Freeze `model` and check that it is one we can draft for.
+
+        Raises:
+            ValueError: if it is not causal, not full attention, or has an unknown head.
+        """
+        refuse_unsupported(name, model.config)
+        refuse_stateful(name, model)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.revision = revision
+        self.head = TargetHead(model)
+        self._decoder: nn.Module = model.get_decoder()
+        probe(name, model, self._decoder, self.head)
+        config = model.config.get_text_config()
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size = self.head.vocab_size
+        self.max_positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        self.eos_ids = eos_ids(model, tokenizer)
+        self._layers = decoder_layers(name, self._decoder, self.num_layers)
+        # The keyword was renamed between transformers releases.
+        parameters = inspect.signature(self._decoder.forward).parameters
+        self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+        attn_implementation: str = "sdpa",
+        cache_dir: str | Path | None = None,
+    ) -> "Target":
+        """Load a target by name.
+
+        Args:
+            name: a hub id, a local folder, or `package:<distribution>` for GGUF weights inside an
+                installed Python package, which are converted once.
+            revision: branch, tag or commit on the hub.
+            dtype: of the weights, by torch's name.
+            device: torch device.
+            attn_implementation: transformers' name of the attention kernel.
+            cache_dir: where converted package weights are kept; default `$DSPARK_CACHE`, then
+                `~/.cache/dspark_train`.
+
+        Raises:
+            ValueError: naming what is missing or not supported, and what to do.
+        """
+        source = resolve(name, cache_dir)
+        model = load_model(
+            name,
+            source,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            attn_implementation=attn_implementation,
+        )
+        return cls(model, load_tokenizer(name, source, revision=revision), name, revision)
+
+    @classmethod
+    def wrap(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "in-memory",
+    ) -> "Target":
+        """Make a target of a model that is already in memory; the model gets frozen."""
+        return cls(model, tokenizer, name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.model.device
+
+    def fingerprint(self) -> dict[str, str | None]:
+        """Identify the target: `name`, `revision`, `config_sha`, `weights_sha`."""
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            "config_sha": config_sha(self.model),
+            "weights_sha": weights_sha(self.model),
+        }
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        taps: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Run the decoder without the LM head.
+
+        Args:
+            input_ids: [B, S].
+            position_ids: [B, S]; default: continuing the cache.
+            attention_mask: [B, L] of ones and zeros, or [B, 1, S, L] bool (True = attend) or
+                float (added to the scores).
+            cache: transformers' cache, appended to in place.
+            taps: layers whose outputs are wanted, ascending.
+
+        Raises:
+            ValueError: if `taps` are not layers of this target.
+        """
+        layers = validate_taps(taps, self.num_layers) if taps else ()
+        with tapped(self._layers, layers) as captured:
+            outputs = self._decoder(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=self._additive_if_eager(attention_mask),
+                use_cache=cache is not None,
+                **{self._cache_keyword: cache},
+            )
+        features = torch.cat([captured[i] for i in layers], dim=-1) if layers else None
+        return TargetOutput(outputs[0], features)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]], **template_args: Any) -> list[int]:
+        """Token ids of a conversation with the start of the assistant's turn.
+
+        `template_args` go to the chat template, e.g. `enable_thinking=False`.
+
+        Raises:
+            ValueError: if the target has no chat template or the template refuses the messages.
+        """
+        return encode_chat(self.name, self.tokenizer, messages, **template_args)
+
+    def _additive_if_eager(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        # Eager attention adds the mask to the scores, where True would count as 1.
+        config = self.model.config.get_text_config()
+        eager = getattr(config, "_attn_implementation", None) == "eager"
+        if mask is None or mask.dim() != 4 or mask.dtype != torch.bool or not eager:
+            return mask
+        lowest = torch.finfo(self.dtype).min
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, lowest)
