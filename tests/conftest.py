@@ -1,0 +1,88 @@
+"""Targets for tests: one that speaks a tiny language, and random ones small enough to enumerate."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dspark_train.target import Target
+from tests import tiny_language
+
+
+@pytest.fixture(scope="session")
+def tiny_target_folder(request: pytest.FixtureRequest) -> Path:
+    """A folder with the trained tiny target; trained once and kept in pytest's cache."""
+    source = Path(tiny_language.__file__).read_bytes()
+    key = hashlib.sha256(source + f"{torch.__version__} {transformers.__version__}".encode())
+    cache = request.config.cache.mkdir("tiny_target")
+    folder = cache / key.hexdigest()[:16]
+    if not folder.exists():
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # threads only cost at this size, and change the last bits
+        tokenizer = tiny_language.build_tokenizer()
+        model = tiny_language.build_model(tokenizer)
+        tiny_language.train(model, tokenizer)
+        torch.set_num_threads(threads)
+        unfinished = cache / f"{folder.name}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_target_folder: Path) -> Target:
+    """The trained target of the tiny language in float32: 6 layers, hidden 64, vocabulary 128."""
+    return Target.load(str(tiny_target_folder), dtype="float32")
+
+
+@pytest.fixture
+def random_target() -> Callable[..., Target]:
+    """Make an untrained Llama with a vocabulary small enough to enumerate its distribution.
+
+    `make(vocab_size=5, num_layers=3, seed=0, **config)`: float32, hidden 16, no chat template, no
+    end of sequence. Its weights are large, so that its distributions are far from uniform.
+    """
+
+    def make(vocab_size: int = 5, num_layers: int = 3, seed: int = 0, **config: object) -> Target:
+        torch.manual_seed(seed)
+        fields = {
+            "vocab_size": vocab_size,
+            "num_hidden_layers": num_layers,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.5,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        words = {f"t{i}": i for i in range(vocab_size)}
+        backend = Tokenizer(models.WordLevel(words, unk_token="t0"))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+        model = LlamaForCausalLM(LlamaConfig(**(fields | config)))
+        return Target.wrap(model, tokenizer, name="random")
+
+    return make
+
+
+@pytest.fixture
+def save_target(tmp_path: Path) -> Callable[[Target], Path]:
+    """Write a target to a folder that `Target.load` takes: `save(target) -> folder`."""
+
+    def save(target: Target) -> Path:
+        folder = tmp_path / "target"
+        target.model.save_pretrained(folder)
+        target.tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
