@@ -1,0 +1,68 @@
+"""Rows of prompt sources: files and datasets, read one by one."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def source_rows(source: str, dataset_split: str) -> Iterator[tuple[int, Any]]:
+    """Yield (number from 1, row); a row that cannot be read is None, blank lines are skipped.
+
+    Args:
+        source: a `.jsonl` or `.parquet` file, a folder or a dataset's name (`name:configuration`).
+        dataset_split: of a dataset; files have none.
+
+    Raises:
+        ValueError: if the source does not exist or cannot be read.
+    """
+    path = Path(source).expanduser()
+    known = path.suffix in (".jsonl", ".parquet")
+    if path.is_file() and not known:
+        raise ValueError(f"prompts.source={source}: expected a .jsonl or .parquet file")
+    if not path.exists() and (known or source.startswith(("/", ".", "~"))):
+        raise ValueError(f"prompts.source={source} does not exist; expected a file or a dataset")
+    if not path.is_file():
+        yield from enumerate(_dataset_rows(source, dataset_split), 1)
+        return
+    if path.suffix == ".parquet":
+        yield from enumerate(_parquet_rows(path), 1)
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except ValueError:
+                    yield number, None
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"prompts.source={path} is not a readable Parquet file: {error}"
+        ) from error
+
+
+def _dataset_rows(source: str, dataset_split: str) -> Iterator[Any]:
+    import datasets
+
+    name, _, configuration = source.partition(":")
+    try:
+        # streaming: neither a second copy on disk nor all rows in memory
+        yield from datasets.load_dataset(
+            name, configuration or None, split=dataset_split, streaming=True
+        )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"prompts.source={source} (split {dataset_split}) could not be loaded "
+            f"({type(error).__name__}: {error}); check the name and the connection, or give a "
+            ".jsonl or .parquet file"
+        ) from error
