@@ -1,112 +1,42 @@
-"""The reference loss: position-decayed CE, TV and confidence terms (DSpark, eq. 5 to 8).
-
-It holds full logits, one row of the vocabulary per proposal, and is written to be read. Each term
-is a numerator and a denominator, so that any number of ranks and micro-batches adds up to the same
-loss: sum both over all of them, then divide.
-"""
-
-from dataclasses import dataclass
+"""The reference loss: it holds full logits for every proposal, and is written to be read."""
 
 import torch
 from torch.nn import functional as F
 
-from dspark_train.objective.acceptance import overlap
+from dspark_train.objective.states import BlockStates
+from dspark_train.objective.terms import LossTerms, ObjectiveWeights, assemble, slot_weights
+from dspark_train.target.head import TargetHead
 
 
-@dataclass(frozen=True)
-class ObjectiveWeights:
-    """`loss = ce·CE + tv·‖draft - target‖₁ + confidence·BCE`, slot k weighted `exp(-k/loss_decay)`.
-
-    The L1 norm is not halved.
-    """
-
-    ce: float = 0.1
-    tv: float = 0.9
-    confidence: float = 1.0
-    loss_decay: float = 4.0
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """Sums over the supervised proposals of one batch.
-
-    Attributes:
-        ce, tv, confidence: scalar numerators, each `Σ w_k · term`.
-        weight: scalar `Σ w_k`, the denominator of all three.
-        acceptance: `[P]` sum of overlaps per proposal index (no gradient).
-        correct: `[P]` how often the draft's argmax is the label (no gradient).
-        confidence_error: `[P]` sum of |confidence - overlap| (no gradient).
-        supervised: `[P]` supervised proposals per index.
-        expected_length, blocks: summed τ of blocks with a label, and their number.
-    """
-
-    ce: torch.Tensor
-    tv: torch.Tensor
-    confidence: torch.Tensor
-    weight: torch.Tensor
-    acceptance: torch.Tensor
-    correct: torch.Tensor
-    confidence_error: torch.Tensor
-    supervised: torch.Tensor
-    expected_length: torch.Tensor
-    blocks: torch.Tensor
-
-    def total(self, weights: ObjectiveWeights, denominator: torch.Tensor) -> torch.Tensor:
-        """The scalar loss, for the sum of `weight` over everything that shares this step."""
-        numerator = (
-            weights.ce * self.ce + weights.tv * self.tv + weights.confidence * self.confidence
-        )
-        return numerator / denominator.clamp(min=1e-6)
-
-
-def drafter_loss(
-    draft_logits: torch.Tensor,
-    target_logits: torch.Tensor,
-    labels: torch.Tensor,
-    supervised: torch.Tensor,
-    confidence_logits: torch.Tensor | None,
-    loss_decay: float,
+def reference_loss(
+    states: BlockStates, head: TargetHead, w2: torch.Tensor | None, weights: ObjectiveWeights
 ) -> LossTerms:
-    """Loss terms and acceptance metrics of a batch of blocks.
+    """CE to the token, L1 to the target's distribution, BCE of the confidence to the overlap.
 
     Args:
-        draft_logits: `[N, P, V]`, sequential head included, teacher-forced.
-        target_logits: `[N, P, V]`, the target's at the position before each label.
-        labels: `[N, P]` token ids (anything where not supervised).
-        supervised: `[N, P]` bool, a prefix per block.
-        confidence_logits: `[N, P]` or None.
-        loss_decay: slots over which the weight falls by e.
+        states: the drafter's states at every proposal.
+        head: the target's LM head, shared by both sides.
+        w2: `[V, R]` output matrix of the sequential head, or None without one.
+        weights: of the terms.
     """
-    proposals = labels.shape[-1]
-    slot = torch.arange(proposals, device=labels.device, dtype=torch.float32)
-    weight = torch.exp(-slot / loss_decay) * supervised
+    draft_logits = head.logits(states.hidden)
+    if states.latents is not None:
+        draft_logits = draft_logits + F.linear(states.latents, w2)
+    with torch.no_grad():
+        target_logits = head.logits(states.target_hidden)[states.target_rows]
+    wide = torch.promote_types(draft_logits.dtype, torch.float32)
+    log_draft = draft_logits.to(wide).log_softmax(-1)
+    target_probs = target_logits.to(wide).softmax(-1)
 
-    log_draft = draft_logits.float().log_softmax(-1)
-    draft_probs = log_draft.exp()
-    target_probs = target_logits.float().softmax(-1)
-    ce = F.nll_loss(
-        log_draft.flatten(0, 1), labels.flatten() * supervised.flatten(), reduction="none"
-    ).view_as(weight)
-    l1 = (draft_probs - target_probs).abs().sum(-1)
-
-    accepted = overlap(draft_probs, target_probs).detach() * supervised
-    if confidence_logits is None:
-        bce = error = torch.zeros_like(weight)
-    else:
-        bce = F.binary_cross_entropy_with_logits(
-            confidence_logits.float(), accepted, reduction="none"
-        )
-        error = (confidence_logits.float().sigmoid() - accepted).abs().detach() * supervised
-    alive = supervised[:, 0]
-    return LossTerms(
-        ce=(weight * ce).sum(),
-        tv=(weight * l1).sum(),
-        confidence=(weight * bce).sum(),
-        weight=weight.sum(),
-        acceptance=accepted.sum(0),
-        correct=((log_draft.argmax(-1) == labels) & supervised).sum(0),
-        confidence_error=error.sum(0),
-        supervised=supervised.sum(0),
-        expected_length=((1.0 + accepted.cumprod(-1).sum(-1)) * alive).sum(),
-        blocks=alive.sum(),
+    labels = states.labels * states.supervised
+    ce = F.nll_loss(log_draft.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    l1 = (log_draft.exp() - target_probs).abs().sum(-1)
+    weight = slot_weights(states.supervised, weights.loss_decay)
+    return assemble(
+        states,
+        weights,
+        distance=(weight * (weights.ce * ce + weights.tv * l1)).sum(),
+        ce=ce,
+        l1=l1,
+        correct=log_draft.gather(-1, labels[..., None]).squeeze(-1) >= log_draft.amax(-1),
     )

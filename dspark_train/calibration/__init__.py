@@ -1,0 +1,6 @@
+"""Confidence that means something: how far it is off, and the temperatures that mend it."""
+
+from dspark_train.calibration.ece import expected_calibration_error
+from dspark_train.calibration.sts import fit_temperatures, prefix_confidence
+
+__all__ = ["expected_calibration_error", "fit_temperatures", "prefix_confidence"]

@@ -1,0 +1,107 @@
+"""The terms of the loss, and how per-proposal numbers become them (DSpark, eq. 5 to 8).
+
+Each term is a numerator over one shared denominator, so that any number of ranks and micro-batches
+adds up to the same loss: sum both over all of them, then divide.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from dspark_train.objective.states import BlockStates
+
+
+@dataclass(frozen=True)
+class ObjectiveWeights:
+    """`loss = ce·CE + tv·‖draft - target‖₁ + confidence·BCE`, slot k weighted `exp(-k/loss_decay)`.
+
+    The L1 norm is not halved.
+    """
+
+    ce: float = 0.1
+    tv: float = 0.9
+    confidence: float = 1.0
+    loss_decay: float = 4.0
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Sums over the supervised proposals of one batch; only `numerator` carries a gradient.
+
+    Attributes:
+        numerator: scalar, `Σ w_k (ce·CE + tv·L1 + confidence·BCE)`.
+        weight: scalar `Σ w_k`, the denominator.
+        ce, tv, confidence: scalars `Σ w_k · term`.
+        acceptance: `[P]` sum of overlaps per proposal index.
+        correct: `[P]` how often the draft's argmax is the label.
+        confidence_error: `[P]` sum of |confidence - overlap|.
+        supervised: `[P]` supervised proposals per index.
+        expected_length, blocks: summed τ of blocks with a label, and their number.
+    """
+
+    numerator: torch.Tensor
+    weight: torch.Tensor
+    ce: torch.Tensor
+    tv: torch.Tensor
+    confidence: torch.Tensor
+    acceptance: torch.Tensor
+    correct: torch.Tensor
+    confidence_error: torch.Tensor
+    supervised: torch.Tensor
+    expected_length: torch.Tensor
+    blocks: torch.Tensor
+
+    def loss(self, denominator: torch.Tensor | None = None) -> torch.Tensor:
+        """The scalar loss; `denominator`: sum of `weight` over all that shares the step."""
+        return self.numerator / (self.weight if denominator is None else denominator).clamp(1e-6)
+
+
+def slot_weights(supervised: torch.Tensor, loss_decay: float) -> torch.Tensor:
+    """`w_k` `[N, P]` float32: 1 for the first proposal, falling by e every `loss_decay` slots."""
+    slot = torch.arange(supervised.shape[-1], device=supervised.device, dtype=torch.float32)
+    return torch.exp(-slot / loss_decay) * supervised
+
+
+def assemble(
+    states: BlockStates,
+    weights: ObjectiveWeights,
+    *,
+    distance: torch.Tensor,
+    ce: torch.Tensor,
+    l1: torch.Tensor,
+    correct: torch.Tensor,
+) -> LossTerms:
+    """Terms of a batch from per-proposal numbers, to which the confidence term is added here.
+
+    Args:
+        distance: scalar `Σ w_k (ce·CE + tv·L1)` with its gradient.
+        ce, l1: `[N, P]` per proposal.
+        correct: `[N, P]` bool, the draft's argmax is the label.
+    """
+    supervised = states.supervised
+    weight = slot_weights(supervised, weights.loss_decay)
+    ce, l1 = ce.detach(), l1.detach()
+    accepted = (1.0 - 0.5 * l1) * supervised
+    numerator = distance
+    confidence, error = weight.new_zeros(()), torch.zeros_like(weight)
+    if states.confidence_logits is not None:
+        logits = states.confidence_logits.to(accepted.dtype)
+        bce = F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
+        confidence = (weight * bce).sum()
+        numerator = numerator + weights.confidence * confidence
+        error = (logits.sigmoid() - accepted).abs().detach() * supervised
+    alive = supervised[:, 0]
+    return LossTerms(
+        numerator=numerator,
+        weight=weight.sum(),
+        ce=(weight * ce).sum(),
+        tv=(weight * l1).sum(),
+        confidence=confidence.detach(),
+        acceptance=accepted.sum(0),
+        correct=(correct & supervised).sum(0),
+        confidence_error=error.sum(0),
+        supervised=supervised.sum(0),
+        expected_length=((1.0 + accepted.cumprod(-1).sum(-1)) * alive).sum(),
+        blocks=alive.sum(),
+    )

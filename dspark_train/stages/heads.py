@@ -1,0 +1,41 @@
+"""frozen backbone -> Markov and confidence heads (schedule staged)."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from dspark_train.artifacts import Artifact, ArtifactWriter
+from dspark_train.config import Config
+from dspark_train.data.store import FeatureStore
+from dspark_train.drafter import Drafter
+from dspark_train.stages.stage import Outcome
+from dspark_train.stages.targets import load_target, require_same_target
+from dspark_train.stages.train import train_part
+
+
+def inputs(config: Config) -> tuple[str, ...]:
+    return ("capture", "train")
+
+
+def settings(config: Config) -> dict[str, Any]:
+    keys = ("objective", "train", "heads")
+    return {key: asdict(getattr(config, key)) for key in keys}
+
+
+def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
+    """Train the heads of the drafter that the stage train left."""
+    capture, train = inputs["capture"], inputs["train"]
+    target = load_target(config)
+    require_same_target(target, capture.facts["target"], str(capture.directory))
+    train.file("drafter/model.safetensors")  # refuses damaged weights
+    drafter = Drafter.from_pretrained(train.directory / "drafter")
+    return train_part(
+        config,
+        writer,
+        drafter,
+        target,
+        FeatureStore(capture),
+        part="heads",
+        epochs=config.heads.epochs,
+        lr=config.heads.lr,
+    )

@@ -1,0 +1,33 @@
+"""What a stage is, and what its run reports."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dspark_train.artifacts import Artifact, ArtifactWriter
+from dspark_train.config import Config
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage has to say: counts that reconcile, facts for later stages, one line to print."""
+
+    counts: dict[str, Any]
+    facts: dict[str, Any]
+    line: str
+
+
+class Stage(Protocol):
+    """A module of this package."""
+
+    @staticmethod
+    def inputs(config: Config) -> tuple[str, ...]:
+        """Names of the stages whose artifacts are read."""
+
+    @staticmethod
+    def settings(config: Config) -> dict[str, Any]:
+        """Everything of the configuration that determines what is produced."""
+
+    @staticmethod
+    def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
+        """Produce the artifact's files through `writer`, continuing where it was interrupted."""

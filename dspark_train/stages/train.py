@@ -1,0 +1,122 @@
+"""features -> drafter: the backbone, and the heads with it when the schedule is joint."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from dspark_train.artifacts import Artifact, ArtifactWriter
+from dspark_train.config import Config
+from dspark_train.data.store import FeatureStore
+from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.stages.stage import Outcome
+from dspark_train.stages.targets import device, load_target, require_same_target
+from dspark_train.target import Target
+from dspark_train.training.fit import fit
+
+
+def inputs(config: Config) -> tuple[str, ...]:
+    return ("capture",)
+
+
+def settings(config: Config) -> dict[str, Any]:
+    keys = ("drafter", "objective", "train")
+    return {"schedule": config.schedule, **{key: asdict(getattr(config, key)) for key in keys}}
+
+
+def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> DrafterConfig:
+    """The drafter's shape: settings where given, else the target's; taps from the features.
+
+    Raises:
+        ValueError: settings that contradict each other or the target.
+    """
+    d, like = config.drafter, target.model.config.get_text_config()
+    heads = d.num_attention_heads or like.num_attention_heads
+    mask = target.default_mask_token() if d.mask_token_id is None else d.mask_token_id
+    return DrafterConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=d.intermediate_size or like.intermediate_size,
+        num_hidden_layers=d.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=d.num_key_value_heads
+        or getattr(like, "num_key_value_heads", None)
+        or heads,
+        head_dim=d.head_dim or getattr(like, "head_dim", None) or target.hidden_size // heads,
+        rms_norm_eps=getattr(like, "rms_norm_eps", 1e-6),
+        # only the base of the target's rotary embedding: scaled, partial and multimodal variants
+        # are the target's affair, its features already carry what they encode
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": d.rope_theta
+            or (getattr(like, "rope_parameters", None) or {}).get("rope_theta", 10_000.0),
+        },
+        max_position_embeddings=target.max_positions,
+        vocab_size=target.vocab_size,
+        block_size=d.block_size,
+        sample_from_anchor=d.sample_from_anchor,
+        mask_token_id=mask,
+        target_layer_ids=list(facts["taps"]),
+        num_target_layers=target.num_layers,
+        markov_head_type=d.markov_head_type,
+        markov_rank=d.markov_rank,
+        enable_confidence_head=d.enable_confidence_head,
+        confidence_head_with_markov=d.confidence_head_with_markov,
+        target=dict(facts["target"]),
+    )
+
+
+def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
+    """Train from scratch, or continue from the last checkpoint of the same work."""
+    capture = inputs["capture"]
+    target = load_target(config)
+    require_same_target(target, capture.facts["target"], str(capture.directory))
+    drafter = Drafter(drafter_config(config, target, capture.facts))
+    return train_part(
+        config,
+        writer,
+        drafter,
+        target,
+        FeatureStore(capture),
+        part="all" if config.schedule == "joint" else "backbone",
+        epochs=config.train.epochs,
+        lr=config.train.lr,
+    )
+
+
+def train_part(
+    config: Config,
+    writer: ArtifactWriter,
+    drafter: Drafter,
+    target: Target,
+    store: FeatureStore,
+    *,
+    part: str,
+    epochs: int,
+    lr: float,
+) -> Outcome:
+    """Fit a part of the drafter and save it as the stage's artifact."""
+    head = target.head
+    del target  # only embedding and LM head are needed from here on
+    numbers = fit(
+        config,
+        drafter,
+        head,
+        store,
+        part=part,
+        epochs=epochs,
+        lr=lr,
+        directory=writer.directory,
+        accelerator=device(config),
+    )
+    drafter.cpu().save_pretrained(writer.path("drafter"))
+    for file in sorted(writer.path("drafter").iterdir()):
+        writer.add(f"drafter/{file.name}")
+    writer.add("logs/metrics.csv")
+    shutil.rmtree(writer.path("checkpoints"), ignore_errors=True)
+    tau = numbers["metrics"].get("validation/tau")
+    line = f"{numbers['steps']} steps over {len(store)} documents"
+    return Outcome(
+        counts={"documents": len(store), "tokens": store.num_tokens, **numbers},
+        facts={"part": part, "drafter": drafter.config.to_dict()},
+        line=line + (f", expected τ {tau:.3f} on validation" if tau else ""),
+    )

@@ -1,0 +1,59 @@
+"""Calibration error by hand, and temperatures recovered from planted miscalibration."""
+
+import pytest
+import torch
+
+from dspark_train.calibration import (
+    expected_calibration_error,
+    fit_temperatures,
+    prefix_confidence,
+)
+
+
+def test_error_by_hand() -> None:
+    # two bins: (0.2, 0.2) observed 0 and 1, (0.9) observed 1
+    predicted = torch.tensor([0.2, 0.2, 0.9])
+    observed = torch.tensor([0.0, 1.0, 1.0])
+    expected = (abs(0.4 - 1.0) + abs(0.9 - 1.0)) / 3
+    assert expected_calibration_error(predicted, observed).item() == pytest.approx(expected)
+    assert expected_calibration_error(predicted[:0], observed[:0]).item() == 0.0
+
+
+def test_certain_predictions_fall_into_the_last_bin() -> None:
+    assert expected_calibration_error(torch.ones(4), torch.ones(4)).item() == 0.0
+
+
+def planted(temperatures: list[float], rounds: int) -> tuple[torch.Tensor, ...]:
+    """Rounds whose conditional acceptance is σ(logit / T_k) for the planted T."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rounds, len(temperatures), generator=generator) * 2 + 1
+    chance = (logits / torch.tensor(temperatures)).sigmoid()
+    passed = (torch.rand(chance.shape, generator=generator) < chance).cumprod(-1)
+    return logits, passed.sum(-1), torch.full((rounds,), len(temperatures))
+
+
+def test_planted_temperatures_are_recovered() -> None:
+    truth = [2.0, 0.5, 1.5]
+    fitted = fit_temperatures(*planted(truth, 60_000))
+    assert fitted.tolist() == pytest.approx(truth, rel=0.2)
+
+
+def test_scaling_lowers_the_error_on_fresh_rounds() -> None:
+    logits, accepted, proposed = planted([2.5, 2.5, 2.5], 20_000)
+    half = len(logits) // 2
+    fitted = fit_temperatures(logits[:half], accepted[:half], proposed[:half])
+    for k in range(3):
+        observed = accepted[half:] > k
+        before, after = (
+            expected_calibration_error(prefix_confidence(logits[half:], t)[:, k], observed).item()
+            for t in (torch.ones(3), fitted)
+        )
+        assert after < 0.02 < before
+
+
+def test_a_proposal_nobody_reached_keeps_temperature_one() -> None:
+    fitted = fit_temperatures(torch.zeros(5, 3), torch.zeros(5).long(), torch.ones(5).long())
+    assert fitted[1:].tolist() == [1.0, 1.0]
+    assert fit_temperatures(
+        torch.zeros(0, 2), torch.zeros(0).long(), torch.zeros(0).long()
+    ).tolist() == [1.0, 1.0]
