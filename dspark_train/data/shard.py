@@ -38,6 +38,7 @@ FIXED = {
     "hidden_splits": torch.int64,
 }
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PREFIX = "features-"
 METADATA = "dspark"
 LENGTH_BYTES = 8
 
