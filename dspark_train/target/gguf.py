@@ -7,8 +7,10 @@ that is not installed.
 
 import os
 import tempfile
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -16,7 +18,12 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 # Part of the folder's name: raise it when the conversion changes what it writes.
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+TOKENIZER_FIELDS = (
+    "tokenizer.ggml.pre",
+    *(f"tokenizer.ggml.{name}_token_id" for name in SPECIAL_TOKENS.values()),
+)
 
 
 def default_cache_dir() -> Path:
@@ -69,9 +76,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     except ImportError as error:
         raise ValueError("reading GGUF weights needs `pip install --no-deps gguf`") from error
     fields = GGUFReader(gguf).fields
-    pre_tokenizer = (
-        fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else ""
-    )
+    described = {name: fields[name].contents() for name in TOKENIZER_FIELDS if name in fields}
     packed = getattr(transformers, "GgufConfig", None)
     # Releases that have this class keep the weights packed, which cannot be saved, unless told.
     unpack = {"quantization_config": packed(dequantize=True)} if packed else {}
@@ -79,7 +84,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **unpack
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    mend_tokenizer(tokenizer, pre_tokenizer, model.config.max_position_embeddings)
+    mend_tokenizer(tokenizer, described, model.config.max_position_embeddings)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         written = Path(temporary) / folder.name
@@ -93,17 +98,24 @@ def _convert(gguf: Path, folder: Path) -> None:
                 raise
 
 
-def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, max_length: int) -> None:
+def mend_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, described: Mapping[str, Any], max_length: int
+) -> None:
     """Put back what the conversion of a GGUF tokenizer loses, in place.
 
     Args:
         tokenizer: as transformers read it, with a byte-level pre-tokenizer.
-        pre_tokenizer: the file's `tokenizer.ggml.pre`. "smollm" splits every digit off before the
+        described: the file's `tokenizer.ggml.*` entries. Some releases of transformers get the
+            special tokens wrong. The pre-tokenizer "smollm" splits every digit off before the
             byte-level rule, which matters for spaces in front of numbers.
         max_length: longest input of the model.
     """
     tokenizer.model_max_length = max_length
-    if pre_tokenizer == "smollm":
+    for ours, theirs in SPECIAL_TOKENS.items():
+        index = described.get(f"tokenizer.ggml.{theirs}_token_id")
+        if index is not None:
+            setattr(tokenizer, f"{ours}_token", tokenizer.convert_ids_to_tokens(int(index)))
+    if described.get("tokenizer.ggml.pre") == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),

