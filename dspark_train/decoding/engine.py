@@ -29,6 +29,8 @@ class Engine:
     def __init__(self, target: Target, proposer: Proposer, vocabulary: int | None = None) -> None:
         self.target, self.proposer, self.vocabulary = target, proposer, vocabulary
         self.cache = KVCache(target.num_layers)
+        # transformers looks for the device among the parameters at every call
+        self.device, self.dtype = target.device, target.dtype
 
     @torch.inference_mode()
     def start(self, request: Request) -> float:
@@ -82,11 +84,11 @@ class Engine:
 
     def _pass(self, tokens: Sequence[int], start: int) -> TargetOutput:
         """Let the target read `tokens` at positions from `start` on."""
-        target, count = self.target, len(tokens)
-        return target.forward(
-            torch.tensor([tokens], device=target.device),
-            position_ids=torch.arange(start, start + count, device=target.device)[None],
-            attention_mask=self.cache.mask(count, target.dtype, target.device),
+        count, device = len(tokens), self.device
+        return self.target.forward(
+            torch.tensor([tokens], device=device),
+            position_ids=torch.arange(start, start + count, device=device)[None],
+            attention_mask=self.cache.mask(count, self.dtype, device),
             cache=self.cache,
             taps=self.proposer.taps,
         )

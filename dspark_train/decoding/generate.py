@@ -68,11 +68,12 @@ class SpeculativeDecoder:
     def with_drafter(
         cls, target: Target, drafter: Drafter, *, use_heads: bool = True
     ) -> "SpeculativeDecoder":
-        """A decoder of a drafter in memory, in the target's dtype and on its device.
+        """A decoder of a drafter in memory, which is moved to the target's dtype and device.
 
         Raises:
             ValueError: a drafter made for another target.
         """
+        drafter.to(device=target.device, dtype=target.dtype)
         return cls(target, block_proposer(drafter, target, use_heads=use_heads))
 
     def generate(

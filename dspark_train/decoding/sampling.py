@@ -66,8 +66,8 @@ def usable_vocabulary(tokenizer: Any, rows: int) -> int:
 def warp(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
     """Probabilities float32 `[..., V]` that tokens are drawn from, of logits `[..., V]`.
 
-    Order and tie rules are those of transformers: temperature, top-k (ties at the border stay),
-    top-p (the fewest tokens that reach it), min-p. Temperature 0 gives one-hot rows.
+    The order is that of transformers: temperature, top-k (ties at the border stay), top-p (the
+    fewest tokens that reach it), min-p. Temperature 0 gives one-hot rows.
     """
     logits = logits.float()
     if settings.greedy:
@@ -85,9 +85,9 @@ def warp(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
 def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """Mask all but the fewest most likely tokens whose mass reaches `top_p`.
 
-    Equals transformers' warper, which sorts the whole vocabulary; here the head of the ranking is
-    enough almost always. Of equal logits at the border the higher ids stay, as a stable ascending
-    sort has it.
+    Keeps as many as transformers' warper, which sorts the whole vocabulary; here the head of the
+    ranking is enough almost always. Of equal logits at the border the lower ids stay, where a sort
+    that is not stable leaves it open.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     total = rows.logsumexp(-1, keepdim=True).double()
@@ -105,7 +105,7 @@ def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     tied = rows == border
     room = count - (ranked > border).sum(-1, keepdim=True)
     if bool((tied.sum(-1, keepdim=True) > room).any()):
-        dropped |= tied & (tied.flip(-1).cumsum(-1).flip(-1) > room)
+        dropped |= tied & (tied.cumsum(-1) > room)
     return rows.masked_fill(dropped, float("-inf")).view_as(logits)
 
 
