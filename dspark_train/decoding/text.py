@@ -47,7 +47,8 @@ class TextStream:
         # the tokens before the new ones are decoded with them: some tokenizers join words by space
         known = self._decode(self._ids[self._settled : self._read])
         fresh = self._decode(self._ids[self._settled :])
-        if fresh.endswith(_INCOMPLETE) and not final:
+        silent = len(fresh) == len(known)  # a special token: no context for the next one's space
+        if silent or (fresh.endswith(_INCOMPLETE) and not final):
             return False
         start = len(self.text)
         self.text += fresh[len(known) :]
