@@ -31,12 +31,17 @@ def typed(settings: DictConfig) -> Config:
         ValueError: unknown keys, wrong types, missing or contradictory values.
     """
     schema = OmegaConf.structured(Config)
-    for node in (schema, *(schema[group.name] for group in fields(Config) if is_dataclass(group.type))):
+    for node in (
+        schema,
+        *(schema[group.name] for group in fields(Config) if is_dataclass(group.type)),
+    ):
         OmegaConf.set_readonly(node, False)  # frozen dataclasses make read-only nodes
     try:
         config = OmegaConf.to_object(OmegaConf.merge(schema, settings))
     except OmegaConfBaseException as error:
-        raise ValueError(f"settings: {str(error).splitlines()[0]} (key {error.full_key})") from error
+        raise ValueError(
+            f"settings: {str(error).splitlines()[0]} (key {error.full_key})"
+        ) from error
     validate(config)
     return config
 

@@ -107,7 +107,9 @@ class Artifact:
         directory = Path(directory)
         path = directory / MANIFEST
         if not path.is_file():
-            raise ValueError(f"{directory} has no {MANIFEST}: the stage that writes it must run first")
+            raise ValueError(
+                f"{directory} has no {MANIFEST}: the stage that writes it must run first"
+            )
         try:
             manifest = json.loads(path.read_text())
             version, files = manifest["format_version"], manifest["files"]

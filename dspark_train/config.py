@@ -146,8 +146,9 @@ class CalibrateConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Where the checkpoint goes besides the run's own folder. `push_to_hub` is a repository id."""
+    """How the checkpoint is written; `push_to_hub` is the id of a repository to upload it to."""
 
+    dtype: str = "bfloat16"
     push_to_hub: str | None = None
 
 
@@ -164,8 +165,9 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """One answer on the terminal."""
+    """One answer on the terminal. `target`: another name for the target the checkpoint records."""
 
+    target: str | None = None
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_k: int = 0
@@ -233,6 +235,7 @@ def validate(config: Config) -> None:
     checks: list[tuple[bool, str, Any, str]] = [
         (t.dtype in DTYPES, "target.dtype", t.dtype, f"one of {DTYPES}"),
         (c.dtype in ("float32", "bfloat16"), "capture.dtype", c.dtype, "float32 or bfloat16"),
+        (config.export.dtype in DTYPES, "export.dtype", config.export.dtype, f"one of {DTYPES}"),
         (0 <= p.calibration < 1, "prompts.calibration", p.calibration, "a share in [0, 1)"),
         (0 <= p.held_out < 1, "prompts.held_out", p.held_out, "a share in [0, 1)"),
         (
@@ -307,6 +310,8 @@ def validate(config: Config) -> None:
         "generate.max_new_tokens": config.generate.max_new_tokens,
     }
     checks += [(value > 0, key, value, "a positive number") for key, value in positive.items()]
-    problems = [f"{key}={value}: expected {expected}" for ok, key, value, expected in checks if not ok]
+    problems = [
+        f"{key}={value}: expected {expected}" for ok, key, value, expected in checks if not ok
+    ]
     if problems:
         raise ValueError("settings:\n  " + "\n  ".join(problems))

@@ -53,7 +53,9 @@ def run_stage(config: Config, name: str) -> None:
         if artifact.fingerprint == fingerprint(name, settings, upstream):
             print(f"{name:<10} finished before, in {artifact.seconds:.1f} s: {directory}")
             return
-        print(f"{name:<10} its settings or inputs changed: the old one goes to {directory}.previous")
+        print(
+            f"{name:<10} its settings or inputs changed: the old one goes to {directory}.previous"
+        )
     begin = time.perf_counter()
     writer = ArtifactWriter(directory, name, settings, upstream)
     outcome = stage.run(config, writer, inputs)

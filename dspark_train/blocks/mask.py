@@ -3,9 +3,7 @@
 import torch
 
 
-def context_mask(
-    anchors: torch.Tensor, starts: torch.Tensor, context_length: int
-) -> torch.Tensor:
+def context_mask(anchors: torch.Tensor, starts: torch.Tensor, context_length: int) -> torch.Tensor:
     """Context positions visible to each block: its own document, strictly before its anchor.
 
     Args:

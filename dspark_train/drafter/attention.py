@@ -30,7 +30,9 @@ class Rotary:
     def __init__(self, config: DrafterConfig) -> None:
         kind = config.rope_parameters.get("rope_type", "default")
         if kind == "default":
-            exponent = torch.arange(0, config.head_dim, 2, device="cpu") / config.head_dim
+            # explicit: loading sets the default dtype to the weights', bf16 angles would be off
+            pairs = torch.arange(0, config.head_dim, 2, device="cpu", dtype=torch.float32)
+            exponent = pairs / config.head_dim
             self.frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponent
             self.scale = 1.0
         else:
@@ -100,7 +102,9 @@ class BlockAttention(nn.Module):
         G = self.heads // H
         queries = rotate(self.q_norm(self.q_proj(x).view(B, A, K, -1, d)), rotation)
         # [B, A, H, G·K, d]: the query heads of one KV head side by side
-        queries = queries.view(B, A, K, H, G, d).permute(0, 1, 3, 4, 2, 5).reshape(B, A, H, G * K, d)
+        queries = (
+            queries.view(B, A, K, H, G, d).permute(0, 1, 3, 4, 2, 5).reshape(B, A, H, G * K, d)
+        )
         keys, values = self.keys_values(x, rotation)
 
         over_context = queries.transpose(1, 2).reshape(B, H, A * G * K, d)

@@ -92,8 +92,7 @@ class DrafterConfig(PreTrainedConfig):
                 f"layer ({self.num_target_layers - 1}) of the target"
             )
         if self.confidence_temperatures is not None and (
-            len(self.confidence_temperatures) != proposals
-            or min(self.confidence_temperatures) <= 0
+            len(self.confidence_temperatures) != proposals or min(self.confidence_temperatures) <= 0
         ):
             problems.append(
                 f"confidence_temperatures={self.confidence_temperatures}, expected {proposals} "

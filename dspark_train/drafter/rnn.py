@@ -35,9 +35,7 @@ class RnnMarkovHead(MarkovHead):
         state = self.start(hidden[..., 0, :])
         latents, embeddings = [], []
         for slot in range(hidden.shape[-2]):
-            latent, embedding, state = self.latent(
-                state, previous[..., slot], hidden[..., slot, :]
-            )
+            latent, embedding, state = self.latent(state, previous[..., slot], hidden[..., slot, :])
             latents.append(latent)
             embeddings.append(embedding)
         return torch.stack(latents, dim=-2), torch.stack(embeddings, dim=-2)

@@ -12,6 +12,7 @@ from dspark_train.drafter import Drafter, DrafterConfig
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import device, load_target, require_same_target
 from dspark_train.target import Target
+from dspark_train.target.mask_token import default_mask_token
 from dspark_train.training.fit import fit
 
 
@@ -32,7 +33,7 @@ def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> 
     """
     d, like = config.drafter, target.model.config.get_text_config()
     heads = d.num_attention_heads or like.num_attention_heads
-    mask = target.default_mask_token() if d.mask_token_id is None else d.mask_token_id
+    mask = default_mask_token(target) if d.mask_token_id is None else d.mask_token_id
     return DrafterConfig(
         hidden_size=target.hidden_size,
         intermediate_size=d.intermediate_size or like.intermediate_size,

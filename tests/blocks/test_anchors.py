@@ -25,7 +25,11 @@ def test_draw_is_reproducible_and_differs_by_epoch_and_document() -> None:
 
 
 def test_all_anchors_are_taken_when_few() -> None:
-    assert sample_anchors(torch.ones(4).bool(), 9, seed=0, epoch=0, document=0).tolist() == [0, 1, 2]
+    assert sample_anchors(torch.ones(4).bool(), 9, seed=0, epoch=0, document=0).tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_a_block_sees_its_document_strictly_before_its_anchor() -> None:

@@ -92,10 +92,14 @@ def test_dflash_rounds_with_a_growing_context() -> None:
         new = drafter.context_kv(
             t["in.target_features"][:, start:end], torch.arange(start, end).unsqueeze(0)
         )
-        context = new if context is None else [
-            tuple(torch.cat(pair, dim=2) for pair in zip(old, fresh, strict=True))
-            for old, fresh in zip(context, new, strict=True)
-        ]
+        context = (
+            new
+            if context is None
+            else [
+                tuple(torch.cat(pair, dim=2) for pair in zip(old, fresh, strict=True))
+                for old, fresh in zip(context, new, strict=True)
+            ]
+        )
         tokens = drafter.slots.inputs(t[f"{name}.anchor_token"].view(1, 1), 95)
         positions = drafter.slots.positions(torch.tensor([[end]]))
         hidden = drafter.backbone(head.embed(tokens), positions, context)[:, 0]

@@ -1,0 +1,102 @@
+"""held-out decoding traces -> one temperature per proposal for the confidence head."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from dspark_train.artifacts import Artifact, ArtifactWriter
+from dspark_train.calibration import (
+    expected_calibration_error,
+    fit_temperatures,
+    prefix_confidence,
+)
+from dspark_train.config import Config
+from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.decoding.stats import Round
+from dspark_train.drafter import Drafter
+from dspark_train.stages.rollout import split_prompts
+from dspark_train.stages.stage import Outcome
+from dspark_train.stages.targets import load_target, require_same_target, target_settings
+
+
+def trained(config: Config) -> str:
+    """The stage that left the finished drafter."""
+    return "heads" if config.schedule == "staged" else "train"
+
+
+def inputs(config: Config) -> tuple[str, ...]:
+    return ("rollout", trained(config))
+
+
+def settings(config: Config) -> dict[str, Any]:
+    return {"target": target_settings(config), "calibrate": asdict(config.calibrate)}
+
+
+def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
+    """Decode calibration prompts, keep the traces, fit the temperatures."""
+    rollout, drafted = inputs["rollout"], inputs[trained(config)]
+    c = config.calibrate
+    drafted.file("drafter/model.safetensors")  # refuses damaged weights
+    drafter = Drafter.from_pretrained(drafted.directory / "drafter")
+    if drafter.confidence_head is None:
+        facts = {"temperatures": None}
+        return Outcome({}, facts, "no confidence head, nothing to calibrate")
+    target = load_target(config)
+    require_same_target(target, rollout.facts["target"], str(rollout.directory))
+    decoder = SpeculativeDecoder.with_drafter(target, drafter)
+    prompts = split_prompts(rollout, "calibration", c.prompts)
+    rounds: list[Round] = []
+    for row in tqdm(prompts, desc="calibrate", unit="prompt", mininterval=1):
+        decoder.generate(
+            row["prompt"],
+            c.max_new_tokens,
+            temperature=c.temperature,
+            seed=c.seed,
+            trace=rounds.append,
+        )
+    proposals = drafter.slots.num_proposals
+    traces = {
+        "logits": torch.tensor(
+            [r.confidence + [0.0] * (proposals - r.proposed) for r in rounds if r.proposed]
+        ).view(-1, proposals),
+        "accepted": torch.tensor([r.accepted for r in rounds if r.proposed], dtype=torch.int64),
+        "proposed": torch.tensor([r.proposed for r in rounds if r.proposed], dtype=torch.int64),
+    }
+    if not len(traces["accepted"]):
+        raise ValueError(
+            f"{len(prompts)} calibration prompts gave no round with a proposal: raise "
+            f"calibrate.max_new_tokens={c.max_new_tokens} or calibrate.prompts={c.prompts}"
+        )
+    writer.write("traces.safetensors", lambda path: save_file(traces, path))
+    temperatures = fit_temperatures(**traces)
+    before = errors(traces, torch.ones(proposals))
+    after = errors(traces, temperatures)
+    facts = {
+        "temperatures": [round(t, 4) for t in temperatures.tolist()],
+        "ece_before": before,
+        "ece_after": after,
+    }
+    writer.write("temperatures.json", json.dumps(facts, indent=1).encode())
+    return Outcome(
+        counts={"prompts": len(prompts), "rounds": len(traces["accepted"])},
+        facts=facts,
+        line=f"{len(traces['accepted']):,} rounds, calibration error "
+        f"{100 * sum(before) / proposals:.1f} % -> {100 * sum(after) / proposals:.1f} % "
+        "(mean over slots, on the same rounds)",
+    )
+
+
+def errors(traces: Mapping[str, torch.Tensor], temperatures: torch.Tensor) -> list[float]:
+    """Calibration error of the cumulative product, per proposal, over the rounds that reached it."""
+    predicted = prefix_confidence(traces["logits"], temperatures)
+    result = []
+    for k in range(predicted.shape[1]):
+        seen = traces["proposed"] > k
+        observed = traces["accepted"][seen] > k
+        result.append(round(float(expected_calibration_error(predicted[seen, k], observed)), 6))
+    return result

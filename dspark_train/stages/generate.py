@@ -1,0 +1,53 @@
+"""One answer on the terminal: text as it comes, then the statistics."""
+
+from pathlib import Path
+
+from dspark_train.config import Config
+from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.stages.targets import device, load_target
+
+
+def run(config: Config) -> None:
+    """Stream the answer to `prompt` with the checkpoint of this run, or with `checkpoint`.
+
+    Raises:
+        ValueError: no prompt, or no checkpoint where the proposer needs one.
+    """
+    g = config.generate
+    if not config.prompt:
+        raise ValueError('prompt is empty: give one, e.g. prompt="Why is the sky blue?"')
+    needs_checkpoint = g.proposer.startswith("drafter")
+    checkpoint = config.checkpoint or str(Path(config.run_dir) / "export" / "checkpoint")
+    if needs_checkpoint and config.checkpoint is None and not Path(checkpoint).is_dir():
+        raise ValueError(
+            f"{checkpoint} does not exist: run the stages up to export with name={config.name}, or "
+            "give checkpoint=FOLDER"
+        )
+    decoder = SpeculativeDecoder.from_pretrained(
+        checkpoint if needs_checkpoint else None,
+        # a checkpoint knows its target
+        target=g.target if needs_checkpoint else load_target(config),
+        proposer=g.proposer,
+        dtype=config.target.dtype,
+        device=device(config),
+    )
+    template = getattr(decoder.target.tokenizer, "chat_template", None)
+    messages = [{"role": "user", "content": config.prompt}]
+    stream = decoder.stream(
+        decoder.target.encode_chat(messages, **config.prompts.template)
+        if template
+        else config.prompt,
+        g.max_new_tokens,
+        temperature=g.temperature,
+        top_k=g.top_k,
+        top_p=g.top_p,
+        seed=g.seed,
+        stop=g.stop,
+    )
+    for piece in stream:
+        print(piece, end="", flush=True)
+    stats = stream.result.stats
+    print(
+        f"\n\n{stats.tokens} tokens at {stats.tokens_per_second:.1f} tokens/s, τ {stats.tau:.2f}, "
+        f"accepted per slot {[round(a, 2) for a in stats.acceptance_per_slot]}"
+    )

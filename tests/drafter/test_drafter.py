@@ -1,0 +1,76 @@
+"""Saving, loading and refusing drafters."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspark_train.drafter import Drafter, DrafterConfig
+
+
+@pytest.mark.parametrize("kind", [None, "vanilla", "gated", "rnn"])
+def test_round_trip_is_bit_equal(kind: str | None, tmp_path: Path) -> None:
+    drafter = Drafter(DrafterConfig(markov_head_type=kind, confidence_temperatures=[1.5] * 7))
+    drafter.save_pretrained(tmp_path)
+    again = Drafter.from_pretrained(tmp_path)
+    for key in DrafterConfig.__annotations__:
+        assert getattr(again.config, key) == getattr(drafter.config, key), key
+    assert set(again.state_dict()) == set(drafter.state_dict())
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_rotary_angles_do_not_depend_on_the_dtype_it_was_loaded_in(tmp_path: Path) -> None:
+    """Loading a bf16 file makes bf16 the default dtype while the model is built."""
+    drafter = Drafter(DrafterConfig())
+    drafter.bfloat16().save_pretrained(tmp_path)
+    again = Drafter.from_pretrained(tmp_path)
+    assert again.dtype == torch.bfloat16
+    assert again.rotary.frequencies.dtype == torch.float32
+    assert torch.equal(again.rotary.frequencies, drafter.rotary.frequencies)
+
+
+def test_other_rotary_types_come_from_transformers() -> None:
+    rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    scaled = Drafter(DrafterConfig(rope_parameters=rope)).rotary
+    plain = Drafter(DrafterConfig()).rotary
+    torch.testing.assert_close(scaled.frequencies * 4, plain.frequencies)
+
+
+def test_tensor_names_are_those_of_the_ecosystem() -> None:
+    names = set(Drafter(DrafterConfig(num_hidden_layers=1)).state_dict())
+    assert names == {
+        "fc.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+        *(f"layers.0.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")),
+        *(f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"),
+        *(f"layers.0.self_attn.{name}_norm.weight" for name in "qk"),
+        *(f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+        "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
+        "confidence_head.proj.weight",
+        "confidence_head.proj.bias",
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"block_size": 1, "sample_from_anchor": False}, "block_size=1"),
+        ({"mask_token_id": 128}, "mask_token_id=128"),
+        ({"target_layer_ids": [1, 3]}, r"target_layer_ids=\[1, 3\]"),
+        ({"target_layer_ids": [2, 1]}, r"target_layer_ids=\[2, 1\]"),
+        ({"markov_head_type": "lstm"}, "markov_head_type='lstm'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"confidence_temperatures": [1.0]}, r"confidence_temperatures=\[1.0\]"),
+    ],
+)
+def test_contradictions_are_refused_by_name(settings: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        DrafterConfig(**settings)
+
+
+def test_all_problems_come_in_one_message() -> None:
+    with pytest.raises(ValueError, match=r"mask_token_id=-1.*target_layer_ids=\[9\]"):
+        DrafterConfig(mask_token_id=-1, target_layer_ids=[9])
