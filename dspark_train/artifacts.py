@@ -197,7 +197,7 @@ class ArtifactWriter:
         return entry is not None and path.is_file() and path.stat().st_size == entry["bytes"]
 
     def path(self, name: str) -> Path:
-        """Where `name` lies (scratch files that are not part of the artifact may live there too)."""
+        """Where `name` lies; scratch files outside the artifact may live there too."""
         return self.directory / name
 
     def write(self, name: str, content: bytes | Callable[[Path], None]) -> None:
@@ -206,7 +206,7 @@ class ArtifactWriter:
         self.add(name)
 
     def add(self, name: str) -> None:
-        """Take a file that already lies in the directory (written by a library) into the artifact."""
+        """Take in a file that a library wrote into the directory."""
         path = self.directory / name
         self._files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         self._save_marker()

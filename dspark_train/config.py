@@ -43,7 +43,7 @@ class PromptsConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How the target answers the prompts. `shard_prompts` answers are finished and kept together."""
+    """How the target answers; `shard_prompts` answers are finished and kept together."""
 
     samples_per_prompt: int = 1
     max_new_tokens: int = 512

@@ -27,7 +27,7 @@ SIZES = (
 
 
 def head_of(embedding: torch.Tensor, projection: torch.Tensor, **config: Any) -> TargetHead:
-    """A target's head with the given embedding and LM head `[V, D]`; `config` sets cap and scale."""
+    """A target's head from embedding and LM head `[V, D]`; `config` sets cap and scale."""
     vocab, width = projection.shape
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,4 +1,4 @@
-"""Lightning's view of a feature store: one deterministic schedule of batches, resumable anywhere."""
+"""Lightning's view of a feature store: one deterministic, resumable schedule of batches."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Block attention: each block reads the context before its anchor, and itself in both directions."""
+"""Block attention: a block reads the context before its anchor, and itself in both directions."""
 
 import torch
 from torch import nn

@@ -23,7 +23,7 @@ class GatedMLP(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """A draft layer. The context enters through its keys and values only, un-normed by the layer."""
+    """A draft layer. The context enters by its keys and values only, without the layer's norm."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()

@@ -73,7 +73,8 @@ class DrafterConfig(PreTrainedConfig):
             return [str(error)]
         if self.markov_head_type not in (None, *MARKOV_HEADS):
             problems.append(
-                f"markov_head_type={self.markov_head_type!r}, expected one of {MARKOV_HEADS} or null"
+                f"markov_head_type={self.markov_head_type!r}, expected null or one of "
+                f"{MARKOV_HEADS}"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             problems.append(

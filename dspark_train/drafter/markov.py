@@ -26,7 +26,7 @@ class MarkovHead(nn.Module):
         return None
 
     def latent(self, state: State, previous: torch.Tensor, hidden: torch.Tensor) -> Latent:
-        """Latent `[..., R]`, embedding `[..., R]` and new state after the tokens `previous` `[...]`."""
+        """Latent and embedding `[..., R]` and the new state, after tokens `previous` `[...]`."""
         embedding = self.markov_w1(previous)
         return embedding, embedding, state
 

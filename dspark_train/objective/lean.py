@@ -1,4 +1,4 @@
-"""The lean twin of the reference loss: same numbers, same gradients, a few rows of logits at a time.
+"""The lean twin of the reference loss: same numbers and gradients, a few rows of logits at a time.
 
 The loss needs each `[V]` row of logits once: to know its softmax, its distance to the target's, and
 how that distance changes with the logits. So forward and backward are one sweep over chunks of

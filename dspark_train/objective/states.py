@@ -1,4 +1,4 @@
-"""What a loss reads: the drafter's states at every proposal, and the target's last hidden states."""
+"""What a loss reads: the drafter's states at every proposal, the target's last hidden states."""
 
 from dataclasses import dataclass
 

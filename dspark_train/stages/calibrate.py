@@ -92,7 +92,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
 
 
 def errors(traces: Mapping[str, torch.Tensor], temperatures: torch.Tensor) -> list[float]:
-    """Calibration error of the cumulative product, per proposal, over the rounds that reached it."""
+    """Calibration error of the cumulative product, per proposal, where a round reached it."""
     predicted = prefix_confidence(traces["logits"], temperatures)
     result = []
     for k in range(predicted.shape[1]):
