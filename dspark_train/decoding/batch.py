@@ -18,6 +18,9 @@ from dspark_train.decoding.sampling import (
 )
 from dspark_train.target import Target
 
+# a pass over this many prompt tokens uses the hardware well, a larger one only takes memory
+_PREFILL_TOKENS = 1024
+
 
 class Sampled(NamedTuple):
     """New token ids (an EOS included), and why they end."""
@@ -32,6 +35,7 @@ class _Row:
     def __init__(self, index: int, prompt: Sequence[int], limit: int) -> None:
         self.index, self.tokens = index, list(prompt)
         self.prompt_length, self.end = len(prompt), len(prompt) + limit
+        self.finished = False
 
 
 class _Sampler:
@@ -93,51 +97,68 @@ def generate_batch(
     outputs: dict[int, Sampled] = {}
     rows: list[_Row] = []
 
-    def commit(row: _Row, token: int) -> bool:
-        """Add a token; True if the row goes on."""
+    def commit(row: _Row, token: int) -> None:
         row.tokens.append(token)
-        if token not in stops and len(row.tokens) < row.end:
-            return True
-        reason = "stop" if token in stops else "length"
-        outputs[row.index] = Sampled(row.tokens[row.prompt_length :], reason)
-        if progress is not None:
-            progress(row.index, outputs[row.index])
-        return False
+        row.finished = token in stops or len(row.tokens) == row.end
+        if row.finished:
+            reason = "stop" if token in stops else "length"
+            outputs[row.index] = Sampled(row.tokens[row.prompt_length :], reason)
+            if progress is not None:
+                progress(row.index, outputs[row.index])
 
     while waiting or rows:
-        while waiting and len(rows) < cache.num_rows:
-            index = waiting.pop()
-            room = target.max_positions - len(prompts[index])
-            row = _Row(index, prompts[index], min(max_new_tokens, room))
-            if commit(row, _prefill(target, cache, len(rows), row, sample)):
-                rows.append(row)
-        if not rows:
-            continue
-        cache.activate(0, len(rows))
-        tokens = sample(_advance(target, cache, rows), rows)
-        going = [commit(row, token) for row, token in zip(rows, tokens, strict=True)]
-        # from the back, so that the row which fills a gap is one that goes on
-        for place in reversed(range(len(rows))):
-            if not going[place]:
-                last = rows.pop()
-                if place < len(rows):
-                    rows[place] = last
-                    cache.move_row(len(rows), place)
+        fresh: list[_Row] = []
+        while waiting and len(rows) + len(fresh) < cache.num_rows:
+            prompt = prompts[waiting[-1]]
+            if fresh and (len(fresh) + 1) * fresh[0].prompt_length > _PREFILL_TOKENS:
+                break
+            room = target.max_positions - len(prompt)
+            fresh.append(_Row(waiting.pop(), prompt, min(max_new_tokens, room)))
+        if fresh:
+            read, hidden = fresh, _prefill(target, cache, len(rows), fresh)
+            rows += fresh
+        else:
+            read, hidden = rows, _advance(target, cache, rows)
+        for row, token in zip(read, sample(hidden, read), strict=True):
+            commit(row, token)
+        _drop_finished(cache, rows)
     return [outputs[index] for index in range(len(prompts))]
 
 
-def _prefill(target: Target, cache: KVCache, place: int, row: _Row, sample: _Sampler) -> int:
-    """Read a prompt into a place of the cache; returns the first token after it."""
-    cache.activate(place, place + 1)
-    cache.truncate([0])
-    cache.reserve(row.end)
-    ids = torch.tensor([row.tokens], device=target.device)
-    output = target.forward(ids, position_ids=_positions([0], ids), cache=cache)
-    return sample(output.last_hidden[:, -1], [row])[0]
+def _drop_finished(cache: KVCache, rows: list[_Row]) -> None:
+    """Keep the rows that go on, without gaps between them."""
+    # from the back, so that the row which fills a gap is one that goes on
+    for place in reversed(range(len(rows))):
+        if rows[place].finished:
+            last = rows.pop()
+            if place < len(rows):
+                rows[place] = last
+                cache.move_row(len(rows), place)
+
+
+def _prefill(target: Target, cache: KVCache, first: int, rows: Sequence[_Row]) -> torch.Tensor:
+    """Read prompts into the places from `first` on; hidden states `[n, D]` of their last tokens.
+
+    Shorter prompts are padded behind their end, where causal attention needs no mask; the cache
+    is then cut back to the true lengths.
+    """
+    lengths = [row.prompt_length for row in rows]
+    ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+    for place, row in enumerate(rows):
+        ids[place, : row.prompt_length] = torch.tensor(row.tokens)
+    ids = ids.to(target.device)
+    cache.activate(first, first + len(rows))
+    cache.truncate([0] * len(rows))
+    cache.reserve(max(row.end for row in rows))
+    output = target.forward(ids, position_ids=_positions([0] * len(rows), ids), cache=cache)
+    cache.truncate(lengths)
+    last = torch.tensor(lengths, device=target.device) - 1
+    return output.last_hidden[torch.arange(len(rows), device=target.device), last]
 
 
 def _advance(target: Target, cache: KVCache, rows: Sequence[_Row]) -> torch.Tensor:
     """Read each row's last token; returns hidden states `[n, D]`."""
+    cache.activate(0, len(rows))
     ids = torch.tensor([[row.tokens[-1]] for row in rows], device=target.device)
     output = target.forward(
         ids,

@@ -17,7 +17,7 @@ from dspark_train.decoding.result import Result, Stream
 from dspark_train.decoding.sampling import SamplingSettings, usable_vocabulary
 from dspark_train.decoding.stats import DecodingStats, Round
 from dspark_train.decoding.text import TextStream
-from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.drafter import Drafter, load_config
 from dspark_train.target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -56,11 +56,12 @@ class SpeculativeDecoder:
             dtype, device: for a target that is loaded here; the drafter follows the target.
 
         Raises:
-            ValueError: an unknown proposer or one without the checkpoint it needs, nothing that
-                names a target, or a target that the drafter was not made for.
+            ValueError: an unknown proposer or one without the checkpoint it needs, a checkpoint
+                that is missing, damaged or not a drafter, nothing that names a target, or a target
+                that the drafter was not made for.
         """
         check_proposer(proposer, checkpoint)
-        config = None if checkpoint is None else DrafterConfig.from_pretrained(checkpoint)
+        config = None if checkpoint is None else load_config(checkpoint)
         loaded = load_target(config, target, dtype, device)
         return cls(loaded, load_proposer(proposer, checkpoint, loaded))
 

@@ -10,7 +10,7 @@ from dspark_train.decoding.proposers import (
     Proposer,
 )
 from dspark_train.decoding.sampling import usable_vocabulary
-from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.drafter import Drafter, DrafterConfig, load_drafter
 from dspark_train.target import Target
 
 ProposerName = Literal["drafter", "drafter-no-heads", "lookup", "plain"]
@@ -47,7 +47,7 @@ def load_proposer(
         return PlainProposer()
     if proposer == "lookup":
         return LookupProposer()
-    drafter = Drafter.from_pretrained(checkpoint, dtype=target.dtype).to(target.device)
+    drafter = load_drafter(checkpoint, target.dtype).to(target.device)
     return block_proposer(drafter, target, use_heads=proposer == "drafter")
 
 
