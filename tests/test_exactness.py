@@ -20,7 +20,8 @@ from dspark_train.decoding.proposers import BlockProposer, LookupProposer, Propo
 from dspark_train.decoding.proposers import block as block_module
 from dspark_train.decoding.sampling import SamplingSettings, warp
 from dspark_train.target import Target
-from tests.exploration import Open, explore
+from tests.exploration import explore
+from tests.open_numbers import Open, pieces_of
 from tests.random_drafter import make_drafter
 
 PROMPT = [1, 2, 1]
@@ -198,7 +199,7 @@ FAULTS = {
         verify_module, "accepts", lambda u, draft, target: target > 0
     ),
     "one number for proposing and accepting": lambda: mock.patch(
-        "tests.exploration.Explorer.uniform", lambda self, position, purpose: Open((position, "u"))
+        "tests.open_numbers.Explorer.uniform", lambda self, position, purpose: Open((position, "u"))
     ),
 }
 
@@ -217,3 +218,18 @@ def test_recording_raw_draft_probabilities_is_found(block_engine):
     lawful = engine.proposer
     engine.proposer = RecordsRawProbabilities(lawful.drafter, lawful.head, lawful.vocabulary)
     assert greatest_error(engine, SAMPLERS["top-k"]) > 1e-3
+
+
+def test_pieces_are_found_with_and_without_guesses():
+    """Steps of any height and width, and a decision that differs at the point 0 alone."""
+
+    def decide(u: float) -> int:
+        return -1 if u == 0 else sum(u >= border for border in (0.25, 0.25001, 0.5, 0.5, 0.999))
+
+    for guesses in ((), (0.5, 0.25), (0.1, 0.7)):
+        found = pieces_of(decide, guesses)
+        assert [piece.value for piece in found] == [-1, 0, 1, 2, 4, 5]
+        assert (found[0].low, found[0].high) == (0.0, 0.0)
+        borders = [piece.high for piece in found[1:]]
+        assert borders == pytest.approx([0.25, 0.25001, 0.5, 0.999, 1.0], abs=1e-11)
+        assert [piece.low for piece in found[2:]] == borders[:-1]

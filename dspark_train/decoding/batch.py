@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from dspark_train.decoding.cache import KVCache
+from dspark_train.decoding.randomness import keyed_uniforms, seed_array
 from dspark_train.decoding.request import FinishReason
 from dspark_train.decoding.sampling import (
     SamplingSettings,
     draw_rows,
-    keyed_uniforms,
-    seed_array,
+    most_likely,
     usable_vocabulary,
     warp,
 )
@@ -49,7 +49,7 @@ class _Sampler:
         """Tokens of n rows, from hidden states `[n, D]` of their last positions."""
         logits = self.target.head.logits(last_hidden)[:, : self.vocabulary]
         if self.settings.greedy:
-            return logits.argmax(-1).tolist()
+            return most_likely(logits).tolist()
         seeds = self.seeds[[row.index for row in rows]]
         positions = np.array([len(row.tokens) for row in rows], dtype=np.uint64)
         uniforms = torch.from_numpy(keyed_uniforms(seeds, positions, "resample"))

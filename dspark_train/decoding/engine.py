@@ -8,7 +8,7 @@ import torch
 from dspark_train.decoding.cache import KVCache
 from dspark_train.decoding.proposers import Proposal, Proposer
 from dspark_train.decoding.request import Request
-from dspark_train.decoding.sampling import draw, warp
+from dspark_train.decoding.sampling import draw, most_likely, warp
 from dspark_train.decoding.stats import Round
 from dspark_train.decoding.verify import verify, verify_greedy
 from dspark_train.target import Target, TargetOutput
@@ -103,7 +103,7 @@ class Engine:
         """How many drafts stand, and the token after them."""
         settings, randomness = request.settings, request.randomness
         if settings.greedy:
-            return verify_greedy(logits.argmax(-1).tolist(), proposal.tokens)
+            return verify_greedy(most_likely(logits).tolist(), proposal.tokens)
         first = len(request.tokens)
         uniforms = [randomness.uniform(first + i, "accept") for i in range(len(proposal.tokens))]
         verdict = verify(warp(logits, settings), proposal.tokens, proposal.probs, uniforms)

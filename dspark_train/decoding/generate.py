@@ -1,8 +1,9 @@
 """The decoder that users call."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from dspark_train.decoding.admission import Prompt, admit
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.loading import (
     ProposerName,
@@ -16,11 +17,8 @@ from dspark_train.decoding.request import Request
 from dspark_train.decoding.result import Result, Stream
 from dspark_train.decoding.sampling import SamplingSettings, usable_vocabulary
 from dspark_train.decoding.stats import DecodingStats, Round
-from dspark_train.decoding.text import TextStream
 from dspark_train.drafter import Drafter, load_config
 from dspark_train.target import Target
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class SpeculativeDecoder:
@@ -109,7 +107,9 @@ class SpeculativeDecoder:
                 or settings out of range.
         """
         settings = SamplingSettings(temperature, top_k, top_p, min_p, seed)
-        request = self._request(prompt, max_new_tokens, settings, stop, eos_ids)
+        request = admit(
+            self.target, self.vocabulary, prompt, max_new_tokens, settings, stop, eos_ids
+        )
         return Stream(self._pieces(request, trace)).drain()
 
     def stream(
@@ -134,7 +134,9 @@ class SpeculativeDecoder:
         if self.target.tokenizer is None:
             raise ValueError(f"target {self.target.name} has no tokenizer, so no text to stream")
         settings = SamplingSettings(temperature, top_k, top_p, min_p, seed)
-        request = self._request(prompt, max_new_tokens, settings, stop, eos_ids)
+        request = admit(
+            self.target, self.vocabulary, prompt, max_new_tokens, settings, stop, eos_ids
+        )
         return Stream(self._pieces(request, trace))
 
     def _pieces(
@@ -160,49 +162,3 @@ class SpeculativeDecoder:
             stats=stats,
             prompt_tokens=request.prompt_length,
         )
-
-    def _request(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int,
-        settings: SamplingSettings,
-        stop: str | Sequence[str],
-        eos_ids: Sequence[int] | None,
-    ) -> Request:
-        ids, tokenizer = self._encode(prompt), self.target.tokenizer
-        room = self.target.max_positions - len(ids)
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens}, expected at least 1")
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        if room < 1:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and the context of target {self.target.name} "
-                f"{self.target.max_positions} positions: shorten it by at least {1 - room}"
-            )
-        if not all(0 <= token < self.vocabulary for token in ids):
-            wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
-            raise ValueError(
-                f"token id {wrong} in the prompt, expected ids from 0 to {self.vocabulary - 1}"
-            )
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if "" in stops or (stops and tokenizer is None):
-            raise ValueError(f"stop={stops!r}: expected non-empty strings and a tokenizer")
-        return Request(
-            ids,
-            settings,
-            min(max_new_tokens, room),
-            self.target.eos_ids if eos_ids is None else tuple(eos_ids),
-            None if tokenizer is None else TextStream(tokenizer, stops),
-        )
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.target.tokenizer is None:
-                raise ValueError(
-                    f"target {self.target.name} has no tokenizer: give the prompt as token ids"
-                )
-            return list(self.target.tokenizer(prompt)["input_ids"])
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            return self.target.encode_chat(prompt)
-        return [int(token) for token in prompt]

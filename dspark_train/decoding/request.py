@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from dspark_train.decoding.sampling import Randomness, SamplingSettings
+from dspark_train.decoding.randomness import Randomness
+from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.decoding.text import TextStream
 
 FinishReason = Literal["stop", "length"]

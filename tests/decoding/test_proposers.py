@@ -5,8 +5,9 @@ import torch
 
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer, LookupProposer, PlainProposer
+from dspark_train.decoding.randomness import Randomness
 from dspark_train.decoding.request import Request
-from dspark_train.decoding.sampling import Randomness, SamplingSettings, draw, warp
+from dspark_train.decoding.sampling import SamplingSettings, draw, warp
 from tests.random_drafter import make_drafter
 
 PROMPT = [1, 4, 2, 0, 3, 3]

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from dspark_train.decoding.sampling import Randomness, draw
+from dspark_train.decoding.randomness import Randomness
+from dspark_train.decoding.sampling import draw
 from dspark_train.decoding.verify import accepts, residual, verify, verify_greedy
 
 LAST = math.nextafter(1.0, 0.0)

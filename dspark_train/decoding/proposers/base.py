@@ -5,7 +5,8 @@ from typing import Protocol
 
 import torch
 
-from dspark_train.decoding.sampling import Randomness, SamplingSettings
+from dspark_train.decoding.randomness import Randomness
+from dspark_train.decoding.sampling import SamplingSettings
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import torch
 
 from dspark_train.decoding.cache import DraftCache
 from dspark_train.decoding.proposers.base import Proposal
-from dspark_train.decoding.sampling import Randomness, SamplingSettings, draw, warp
+from dspark_train.decoding.randomness import Randomness
+from dspark_train.decoding.sampling import SamplingSettings, draw, most_likely, warp
 from dspark_train.drafter import Drafter
 from dspark_train.target import TargetHead
 
@@ -79,7 +80,7 @@ class BlockProposer:
         logits = logits[:, : self.vocabulary]
         confidence = None if self.confidence is None else self.confidence.logits(hidden, None)
         if settings.greedy:
-            return Proposal(logits.argmax(-1).tolist(), None, confidence)
+            return Proposal(most_likely(logits).tolist(), None, confidence)
         probs = warp(logits, settings)
         tokens = [draw(row, u) for row, u in zip(probs, uniforms, strict=True)]
         return Proposal(tokens, probs, confidence)
@@ -99,7 +100,7 @@ class BlockProposer:
             bias, embedding, state = self.markov.step(state, previous, hidden[i : i + 1])
             biased = (logits[i : i + 1] + bias)[:, : self.vocabulary]
             if settings.greedy:
-                previous = biased.argmax(-1)
+                previous = most_likely(biased)
             else:
                 probs = warp(biased, settings)
                 rows.append(probs)

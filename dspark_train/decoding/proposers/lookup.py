@@ -3,7 +3,8 @@
 import torch
 
 from dspark_train.decoding.proposers.base import Proposal
-from dspark_train.decoding.sampling import Randomness, SamplingSettings
+from dspark_train.decoding.randomness import Randomness
+from dspark_train.decoding.sampling import SamplingSettings
 
 
 class LookupProposer:
