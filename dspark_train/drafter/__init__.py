@@ -2,5 +2,6 @@
 
 from dspark_train.drafter.config import DrafterConfig
 from dspark_train.drafter.drafter import Drafter
+from dspark_train.drafter.loading import load_config, load_drafter
 
-__all__ = ["Drafter", "DrafterConfig"]
+__all__ = ["Drafter", "DrafterConfig", "load_config", "load_drafter"]
