@@ -1,15 +1,21 @@
 """`python -m dspark_train [experiment=NAME] [stages=[…]] [key=value …]`."""
 
+import os
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dspark_train.config import Config, validate
+from dspark_train.config import Config
+from dspark_train.validation import validate
 
 # a clone keeps its configuration at the top, an installed wheel inside the package
 CONFIGS = next(
@@ -17,6 +23,7 @@ CONFIGS = next(
     for folder in (Path(__file__).parent.parent / "configs", Path(__file__).parent / "configs")
     if folder.is_dir()
 )
+GROUPS = tuple(group.name for group in fields(Config) if is_dataclass(group.type))
 
 # all keys with their defaults, so that YAML and command line hold only what differs
 ConfigStore.instance().store(
@@ -28,37 +35,72 @@ def typed(settings: DictConfig) -> Config:
     """Composed YAML as frozen dataclasses.
 
     Raises:
-        ValueError: unknown keys, wrong types, missing or contradictory values.
+        ValueError: unknown keys, wrong types, missing or contradictory values; all in one message.
     """
     schema = OmegaConf.structured(Config)
-    for node in (
-        schema,
-        *(schema[group.name] for group in fields(Config) if is_dataclass(group.type)),
-    ):
+    for node in (schema, *(schema[group] for group in GROUPS)):
         OmegaConf.set_readonly(node, False)  # frozen dataclasses make read-only nodes
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(schema, settings))
-    except OmegaConfBaseException as error:
-        raise ValueError(
-            f"settings: {str(error).splitlines()[0]} (key {error.full_key})"
-        ) from error
+    problems = []
+    for key, value in leaves(OmegaConf.to_container(settings)):
+        try:
+            OmegaConf.update(schema, key, value)
+        except OmegaConfBaseException as error:
+            problems.append(f"{key}={value}: {first_line(error)}")
+    missing = sorted(OmegaConf.missing_keys(schema))
+    problems += [f"{key} is missing: give one" for key in missing]
+    if problems:
+        raise ValueError("settings:\n  " + "\n  ".join(problems))
+    config = OmegaConf.to_object(schema)
     validate(config)
     return config
 
 
-@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
-def main(settings: DictConfig) -> None:
-    try:
-        config = typed(settings)
-        from dspark_train.pipeline import run  # after the settings are known to be right
+def leaves(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys with their values; the groups are opened, dictionaries inside them are not."""
+    for key, value in settings.items():
+        if key in GROUPS and isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", v) for inner, v in value.items())
+        else:
+            yield key, value
 
-        run(config)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def compose() -> list[tuple[DictConfig, list[str]]]:
+    """Settings and overrides of the command line; none where it only asks to see something."""
+    composed = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
+    def keep(settings: DictConfig) -> None:
+        # hydra would wrap what a job raises: so nothing runs in here
+        composed.append((settings, list(HydraConfig.get().overrides.task)))
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors on instead of printing them
+    keep()
+    return composed
+
+
+def main() -> None:
+    """Run the command line. Whatever goes wrong ends in one message and a status other than 0."""
+    try:
+        for settings, overrides in compose():
+            config = typed(settings)
+            from dspark_train.pipeline import run  # after the settings are known to be right
+
+            run(config, [item.split("=")[0].lstrip("+~") for item in overrides])
+    except (HydraException, OmegaConfBaseException) as error:
+        lines = [first_line(part) for part in (error, error.__cause__) if part is not None]
+        if options := getattr(error, "options", None):
+            lines.append(f"expected one of {', '.join(options)}")
+        sys.exit("error: " + "\n  ".join(dict.fromkeys(lines)))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print(
-            "\ninterrupted: what is finished is kept; the same command continues", file=sys.stderr
+            "\ninterrupted: what is finished is kept; the same command (without force) continues",
+            file=sys.stderr,
         )
         sys.exit(130)
 

@@ -4,19 +4,25 @@ An artifact is a directory. Its files are written to a temporary name, fsynced a
 manifest comes last, so a directory without one is unfinished work. The manifest holds the settings
 of the producer, the fingerprints of its inputs, size and SHA-256 of every file, counts that
 reconcile with the input, and the facts which later stages read instead of being told again.
+
+Work of other settings in the same directory is set aside, never deleted: a finished artifact under
+`<directory>.previous`, an unfinished one under `<directory>.unfinished` (one generation of each).
 """
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dspark_train.disk import sha256_file, write_atomically
+
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"
+# deleted once the artifact is finished
+SCRATCH = "scratch"
 
 
 def fingerprint(stage: str, settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
@@ -30,71 +36,22 @@ def fingerprint(stage: str, settings: Mapping[str, Any], inputs: Mapping[str, st
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, read in pieces."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def write_atomically(path: Path, content: bytes | Callable[[Path], None]) -> None:
-    """Write `path` whole or not at all. `content` is the bytes, or a writer given a temporary path.
-
-    Raises:
-        ValueError: the disk is full; what was there before is untouched.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        if callable(content):
-            content(temporary)
-        else:
-            temporary.write_bytes(content)
-        with temporary.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        # safetensors wraps the operating system's error in one of its own
-        if "No space left" in str(error) or "os error 28" in str(error):
-            raise ValueError(
-                f"disk full while writing {path}: finished files are kept; free some space and run "
-                "the same command again to continue"
-            ) from error
-        raise
-    # the rename itself must survive a power cut too
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def check_space(directory: Path, needed_bytes: int, what: str) -> None:
-    """Refuse to start work that cannot fit.
-
-    Raises:
-        ValueError: fewer than `needed_bytes` are free where `directory` lies.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(directory).free
-    if needed_bytes > free:
-        raise ValueError(
-            f"{what} needs about {needed_bytes / 1e9:.2f} GB in {directory}, {free / 1e9:.2f} GB "
-            "are free: free some space, or set run_dir to another disk"
-        )
-
-
 class Artifact:
     """A finished artifact, opened for reading: `settings`, `inputs`, `facts`, `counts`, files."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
         self.directory = directory
         self.manifest = manifest
+        self.stage: str = manifest["stage"]
         self.fingerprint: str = manifest["fingerprint"]
         self.settings: dict[str, Any] = manifest["settings"]
         self.facts: dict[str, Any] = manifest["facts"]
         self.counts: dict[str, Any] = manifest["counts"]
         self.seconds: float = manifest.get("seconds", 0.0)
+        self.files = {
+            name: (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in manifest["files"].items()
+        }
 
     @classmethod
     def open(cls, directory: Path | str) -> "Artifact":
@@ -105,33 +62,27 @@ class Artifact:
                 missing or truncated; the message names it.
         """
         directory = Path(directory)
-        path = directory / MANIFEST
+        path, redo = directory / MANIFEST, f"redo the stage with force=[{directory.name}]"
         if not path.is_file():
             raise ValueError(
                 f"{directory} has no {MANIFEST}: the stage that writes it must run first"
             )
         try:
             manifest = json.loads(path.read_text())
-            version, files = manifest["format_version"], manifest["files"]
-            artifact = cls(directory, manifest)
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            version = manifest["format_version"]
+            artifact = cls(directory, manifest) if version == FORMAT_VERSION else None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}): {redo}") from error
+        if artifact is None:
             raise ValueError(
-                f"{path} is damaged ({error!r}): redo the stage with force=[{directory.name}]"
-            ) from error
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has format version {version}, this is version {FORMAT_VERSION}: redo the "
-                f"stage with force=[{directory.name}]"
+                f"{path} has format version {version}, this is version {FORMAT_VERSION}: {redo}"
             )
-        for name, entry in files.items():
+        for name, (written, _) in artifact.files.items():
             file = directory / name
             size = file.stat().st_size if file.is_file() else None
-            if size != entry["bytes"]:
-                found = "is missing" if size is None else f"has {size:,} bytes"
-                raise ValueError(
-                    f"{file} {found}, {entry['bytes']:,} were written: redo the stage with "
-                    f"force=[{directory.name}]"
-                )
+            if size != written:
+                found = "is missing" if size is None else f"is truncated to {size:,} bytes"
+                raise ValueError(f"{file} {found}, {written:,} were written: {redo}")
         return artifact
 
     def file(self, name: str) -> Path:
@@ -140,51 +91,68 @@ class Artifact:
         Raises:
             ValueError: unknown name, or the bytes differ from those that were written.
         """
-        entry = self.manifest["files"].get(name)
         path = self.directory / name
-        if entry is None:
-            raise ValueError(f"{self.directory} has no file {name!r}: {sorted(self.names())}")
-        if sha256_file(path) != entry["sha256"]:
+        if name not in self.files:
+            raise ValueError(f"{self.directory} has no file {name!r}: {sorted(self.files)}")
+        if sha256_file(path) != self.files[name][1]:
             raise ValueError(
                 f"{path} is damaged (its SHA-256 differs from the manifest): redo the stage with "
                 f"force=[{self.directory.name}]"
             )
         return path
 
+    def folder(self, name: str) -> Path:
+        """Path of a folder of this artifact; the content of all its files is checked.
+
+        Raises:
+            ValueError: no such folder, or the bytes differ from those that were written.
+        """
+        inside = [file for file in self.files if file.startswith(f"{name}/")]
+        if not inside:
+            raise ValueError(f"{self.directory} has no folder {name!r}: {sorted(self.files)}")
+        for file in inside:
+            self.file(file)
+        return self.directory / name
+
     def names(self) -> list[str]:
         """Names of all files, in the order in which they were written."""
-        return list(self.manifest["files"])
+        return list(self.files)
 
 
 class ArtifactWriter:
     """Writes one artifact, continuing unfinished work of the same fingerprint.
 
-    Work of another fingerprint in the same directory is set aside under `<directory>.previous`
-    (one generation), never deleted in place.
+    Nothing on disk changes before the first file is written (or `begin` is called): settings that
+    a stage refuses leave what is there alone.
     """
 
     def __init__(
-        self, directory: Path, stage: str, settings: dict[str, Any], inputs: dict[str, str]
+        self,
+        directory: Path,
+        stage: str,
+        settings: dict[str, Any],
+        inputs: dict[str, str],
+        *,
+        afresh: bool = False,
     ) -> None:
+        """Look for unfinished work of the same fingerprint; with `afresh` set it aside, too."""
         self.directory = directory
         self.stage = stage
         self.settings = settings
         self.inputs = inputs
         self.fingerprint = fingerprint(stage, settings, inputs)
         self._files: dict[str, dict[str, Any]] = {}
-        marker = directory / UNFINISHED
-        if self._fingerprint_of(marker) == self.fingerprint and not (directory / MANIFEST).exists():
-            self._files = json.loads(marker.read_text())["files"]
-        else:
-            set_aside(directory)
-            self._save_marker()
+        self._begun = False
+        state = None if afresh else _read(directory / UNFINISHED)
+        if state and state.get("fingerprint") == self.fingerprint and not finished(directory):
+            self._files, self._begun = state.get("files", {}), True
 
-    @staticmethod
-    def _fingerprint_of(path: Path) -> str | None:
-        try:
-            return json.loads(path.read_text())["fingerprint"]
-        except (OSError, ValueError, KeyError):
-            return None
+    def begin(self) -> None:
+        """Make the directory this work's own; work of another kind in it is set aside."""
+        if not self._begun:
+            set_aside(self.directory)
+            self._begun = True
+            self._save_marker()
 
     def _save_marker(self) -> None:
         state = {"fingerprint": self.fingerprint, "files": self._files}
@@ -197,24 +165,36 @@ class ArtifactWriter:
         return entry is not None and path.is_file() and path.stat().st_size == entry["bytes"]
 
     def path(self, name: str) -> Path:
-        """Where `name` lies; scratch files outside the artifact may live there too."""
+        """Where a file or folder of that name lies."""
         return self.directory / name
 
+    @property
+    def scratch(self) -> Path:
+        """A folder for what only unfinished work needs; it goes when the artifact is finished."""
+        return self.directory / SCRATCH
+
     def write(self, name: str, content: bytes | Callable[[Path], None]) -> None:
-        """Write a file atomically and note its size and SHA-256."""
+        """Write a file or a folder atomically and note sizes and SHA-256."""
+        self.begin()
         write_atomically(self.directory / name, content)
         self.add(name)
 
     def add(self, name: str) -> None:
-        """Take in a file that a library wrote into the directory."""
+        """Take in a file or a folder that a library wrote into the directory."""
         path = self.directory / name
-        self._files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        inside = f"{name}/"
+        self._files = {f: e for f, e in self._files.items() if not f.startswith(inside)}
+        files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
+        for file in files:
+            entry = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
+            self._files[file.relative_to(self.directory).as_posix()] = entry
         self._save_marker()
 
     def finish(
         self, *, counts: dict[str, Any], facts: dict[str, Any], seconds: float = 0.0
     ) -> Artifact:
         """Write the manifest, after which the artifact exists."""
+        self.begin()
         manifest = {
             "format_version": FORMAT_VERSION,
             "stage": self.stage,
@@ -230,14 +210,59 @@ class ArtifactWriter:
             self.directory / MANIFEST, json.dumps(manifest, indent=1, default=str).encode()
         )
         (self.directory / UNFINISHED).unlink(missing_ok=True)
+        shutil.rmtree(self.directory / SCRATCH, ignore_errors=True)
         return Artifact.open(self.directory)
 
 
+def finished(directory: Path) -> bool:
+    """Whether a directory holds a finished artifact (its files may be damaged)."""
+    return (directory / MANIFEST).exists()
+
+
+def recorded_settings(directory: Path) -> dict[str, Any]:
+    """What a finished artifact says it was made with; nothing where there is none to read."""
+    return (_read(directory / MANIFEST) or {}).get("settings", {})
+
+
 def set_aside(directory: Path) -> None:
-    """Move a directory out of the way to `<directory>.previous`, replacing an older one there."""
-    if not directory.exists() or not any(directory.iterdir()):
-        return
-    previous = directory.with_name(f"{directory.name}.previous")
-    if previous.exists():
-        shutil.rmtree(previous)
-    directory.rename(previous)
+    """Move a directory out of the way, replacing an older one there."""
+    if directory.exists() and any(directory.iterdir()):
+        kind = "previous" if finished(directory) else "unfinished"
+        _move(directory, directory.with_name(f"{directory.name}.{kind}"))
+
+
+def bring_back(directory: Path, wanted: str) -> bool:
+    """Bring back set-aside work of the fingerprint `wanted`, in exchange for what is there.
+
+    Returns whether there was such work. Does nothing where the directory itself holds it.
+    """
+
+    def holds(place: Path) -> bool:
+        state = _read(place / (MANIFEST if finished(place) else UNFINISHED))
+        return state is not None and state.get("fingerprint") == wanted
+
+    if holds(directory):
+        return False
+    for kind in ("previous", "unfinished"):
+        aside = directory.with_name(f"{directory.name}.{kind}")
+        if holds(aside):
+            moving = directory.with_name(f"{directory.name}.returning")
+            _move(aside, moving)
+            set_aside(directory)
+            _move(moving, directory)
+            return True
+    return False
+
+
+def _move(source: Path, target: Path) -> None:
+    if target.exists():
+        shutil.rmtree(target)
+    source.rename(target)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) else None

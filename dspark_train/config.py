@@ -1,4 +1,4 @@
-"""All settings: one frozen dataclass per Hydra group, validated once, at the door of the pipeline.
+"""All settings: one frozen dataclass per Hydra group, checked by `validation.py` at the door.
 
 Facts that an upstream artifact knows (target, taps, block size, mask token) are settings of the
 stage that decides them only; later stages read them from manifests.
@@ -8,11 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
-
-from dspark_train.drafter.config import MARKOV_HEADS
-
-DTYPES = ("float32", "bfloat16", "float16")
-SCHEDULES = ("joint", "staged")
 
 
 @dataclass(frozen=True)
@@ -215,103 +210,3 @@ class Config:
     bench: BenchConfig = field(default_factory=BenchConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-
-
-def validate(config: Config) -> None:
-    """Check what can be known before any stage runs.
-
-    Raises:
-        ValueError: all problems in one message, each with the key, its value and what is expected.
-    """
-    t, p, r, c, d, o = (
-        config.target,
-        config.prompts,
-        config.rollout,
-        config.capture,
-        config.drafter,
-        config.objective,
-    )
-    n = config.train
-    checks: list[tuple[bool, str, Any, str]] = [
-        (t.dtype in DTYPES, "target.dtype", t.dtype, f"one of {DTYPES}"),
-        (c.dtype in ("float32", "bfloat16"), "capture.dtype", c.dtype, "float32 or bfloat16"),
-        (config.export.dtype in DTYPES, "export.dtype", config.export.dtype, f"one of {DTYPES}"),
-        (0 <= p.calibration < 1, "prompts.calibration", p.calibration, "a share in [0, 1)"),
-        (0 <= p.held_out < 1, "prompts.held_out", p.held_out, "a share in [0, 1)"),
-        (
-            p.calibration + p.held_out < 1,
-            "prompts.calibration + prompts.held_out",
-            p.calibration + p.held_out,
-            "less than 1, so that something is left to train on",
-        ),
-        (p.limit is None or p.limit > 0, "prompts.limit", p.limit, "a positive number or null"),
-        (r.temperature >= 0, "rollout.temperature", r.temperature, "at least 0"),
-        (0 < r.top_p <= 1, "rollout.top_p", r.top_p, "a number in (0, 1]"),
-        (0 <= r.min_p <= 1, "rollout.min_p", r.min_p, "a number in [0, 1]"),
-        (r.top_k >= 0, "rollout.top_k", r.top_k, "at least 0 (0: off)"),
-        (
-            d.markov_head_type in (None, *MARKOV_HEADS),
-            "drafter.markov_head_type",
-            d.markov_head_type,
-            f"one of {MARKOV_HEADS} or null",
-        ),
-        (
-            d.block_size >= (1 if d.sample_from_anchor else 2),
-            "drafter.block_size",
-            d.block_size,
-            "at least 1 (2 where sample_from_anchor is false, or nothing is proposed)",
-        ),
-        (
-            min(o.ce, o.tv, o.confidence) >= 0 and o.ce + o.tv > 0,
-            "objective.(ce, tv, confidence)",
-            (o.ce, o.tv, o.confidence),
-            "none negative, and one of ce and tv positive",
-        ),
-        (o.loss_decay > 0, "objective.loss_decay", o.loss_decay, "a positive number of slots"),
-        (config.schedule in SCHEDULES, "schedule", config.schedule, f"one of {SCHEDULES}"),
-        (
-            config.schedule != "staged" or d.markov_head_type or d.enable_confidence_head,
-            "schedule",
-            config.schedule,
-            "joint where the drafter has no heads: there is nothing to train in a second stage",
-        ),
-        (len(n.betas) == 2, "train.betas", n.betas, "two numbers"),
-        (0 <= n.validation < 1, "train.validation", n.validation, "a share in [0, 1)"),
-        (0 <= n.warmup < 1, "train.warmup", n.warmup, "a share in [0, 1)"),
-        (
-            config.logger.wandb in (None, "offline", "online"),
-            "logger.wandb",
-            config.logger.wandb,
-            "offline, online or null",
-        ),
-    ]
-    positive = {
-        "rollout.samples_per_prompt": r.samples_per_prompt,
-        "rollout.max_new_tokens": r.max_new_tokens,
-        "rollout.batch_size": r.batch_size,
-        "rollout.shard_prompts": r.shard_prompts,
-        "capture.num_taps": c.num_taps,
-        "capture.batch_tokens": c.batch_tokens,
-        "capture.max_length": c.max_length,
-        "capture.shard_mb": c.shard_mb,
-        "drafter.num_hidden_layers": d.num_hidden_layers,
-        "drafter.markov_rank": d.markov_rank,
-        "train.epochs": n.epochs,
-        "train.batch_documents": n.batch_documents,
-        "train.anchors": n.anchors,
-        "train.accumulate": n.accumulate,
-        "train.lr": n.lr,
-        "heads.epochs": config.heads.epochs,
-        "heads.lr": config.heads.lr,
-        "calibrate.prompts": config.calibrate.prompts,
-        "calibrate.max_new_tokens": config.calibrate.max_new_tokens,
-        "bench.prompts": config.bench.prompts,
-        "bench.max_new_tokens": config.bench.max_new_tokens,
-        "generate.max_new_tokens": config.generate.max_new_tokens,
-    }
-    checks += [(value > 0, key, value, "a positive number") for key, value in positive.items()]
-    problems = [
-        f"{key}={value}: expected {expected}" for ok, key, value, expected in checks if not ok
-    ]
-    if problems:
-        raise ValueError("settings:\n  " + "\n  ".join(problems))

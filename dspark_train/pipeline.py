@@ -2,18 +2,34 @@
 
 import importlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from dspark_train.artifacts import MANIFEST, Artifact, ArtifactWriter, fingerprint, set_aside
+from dspark_train.artifacts import (
+    Artifact,
+    ArtifactWriter,
+    bring_back,
+    fingerprint,
+    finished,
+    recorded_settings,
+)
 from dspark_train.config import Config
+from dspark_train.disk import full_disk_explained
+from dspark_train.drafter import load_config
+from dspark_train.noise import silence_libraries
 from dspark_train.stages.stage import Stage
 
 STAGES = ("rollout", "capture", "train", "heads", "calibrate", "export", "bench")
 COMMANDS = ("generate",)  # leave no artifact
 
 
-def run(config: Config) -> None:
+def run(config: Config, given: Sequence[str] = ()) -> None:
     """Run `config.stages`, each in its own folder of the run.
+
+    Args:
+        config: all settings.
+        given: dotted keys of those that were asked for by name, not taken from a file.
 
     Raises:
         ValueError: unknown stages, or whatever a stage refuses.
@@ -24,6 +40,7 @@ def run(config: Config) -> None:
             raise ValueError(f"{key}={names}: {unknown} unknown, expected some of {list(known)}")
     if not config.stages:
         raise ValueError(f"stages=[] asks for nothing: expected some of {list(known)}")
+    refuse_contradictions(config, given)
     for name in STAGES:
         if name in config.stages:
             run_stage(config, name)
@@ -32,9 +49,37 @@ def run(config: Config) -> None:
             load(name).run(config)
 
 
+def refuse_contradictions(config: Config, given: Sequence[str]) -> None:
+    """Refuse a setting by which a stage that does not run now would have made something else.
+
+    Raises:
+        ValueError: naming the key, what it is now and what it was.
+    """
+    read_now = {group for name in config.stages for group in load(name).settings(config)}
+    made: dict[str, tuple[Any, Path]] = {}
+    for name in STAGES:
+        directory = Path(config.run_dir) / name
+        for group, values in recorded_settings(directory).items():
+            if group not in read_now and isinstance(values, dict):
+                made |= {f"{group}.{key}": (was, directory) for key, was in values.items()}
+    if config.checkpoint and any(key.startswith("drafter.") for key in given):
+        shape, where = load_config(config.checkpoint).to_dict(), Path(config.checkpoint)
+        made |= {f"drafter.{key}": (was, where) for key, was in shape.items()}
+    for key in given:
+        group, _, inner = key.partition(".")
+        if key in made and (now := getattr(getattr(config, group), inner, None)) != made[key][0]:
+            was, directory = made[key]
+            raise ValueError(
+                f"{key}={now} contradicts {directory}, which was made with {key}={was}: leave the "
+                f"setting out, or run the stage that makes {directory} again"
+            )
+
+
 def load(name: str) -> Stage:
     """The module of a stage; imported only when it runs, so that decoding needs no lightning."""
-    return importlib.import_module(f"dspark_train.stages.{name}")
+    stage = importlib.import_module(f"dspark_train.stages.{name}")
+    silence_libraries()
+    return stage
 
 
 def run_stage(config: Config, name: str) -> None:
@@ -46,21 +91,21 @@ def run_stage(config: Config, name: str) -> None:
     inputs = {upstream: open_input(config, name, upstream) for upstream in stage.inputs(config)}
     settings = stage.settings(config)
     upstream = {key: artifact.fingerprint for key, artifact in inputs.items()}
-    if name in config.force:
-        set_aside(directory)
-    elif (directory / MANIFEST).exists():
+    wanted, afresh = fingerprint(name, settings, upstream), name in config.force
+    if not afresh and bring_back(directory, wanted):
+        print(f"{name:<10} these settings were used before: what they gave is back in {directory}")
+    if finished(directory) and not afresh:
         artifact = Artifact.open(directory)
-        if artifact.fingerprint == fingerprint(name, settings, upstream):
+        if artifact.fingerprint == wanted:
             print(f"{name:<10} finished before, in {artifact.seconds:.1f} s: {directory}")
             return
-        print(
-            f"{name:<10} its settings or inputs changed: the old one goes to {directory}.previous"
-        )
+        print(f"{name:<10} its settings or inputs changed: what is there becomes {name}.previous")
     begin = time.perf_counter()
-    writer = ArtifactWriter(directory, name, settings, upstream)
-    outcome = stage.run(config, writer, inputs)
-    seconds = time.perf_counter() - begin
-    writer.finish(counts=outcome.counts, facts=outcome.facts, seconds=seconds)
+    writer = ArtifactWriter(directory, name, settings, upstream, afresh=afresh)
+    with full_disk_explained(directory):
+        outcome = stage.run(config, writer, inputs)
+        seconds = time.perf_counter() - begin
+        writer.finish(counts=outcome.counts, facts=outcome.facts, seconds=seconds)
     print(f"{name:<10} {seconds:7.1f} s  {outcome.line}: {directory}")
 
 
@@ -68,9 +113,15 @@ def open_input(config: Config, name: str, upstream: str) -> Artifact:
     """Open what `name` reads.
 
     Raises:
-        ValueError: it is missing or damaged; the message says which stage to run.
+        ValueError: it is missing, damaged or of another stage; the message says which stage to run.
     """
     try:
-        return Artifact.open(Path(config.run_dir) / upstream)
+        artifact = Artifact.open(Path(config.run_dir) / upstream)
     except ValueError as error:
         raise ValueError(f"stage {name} reads the stage {upstream}, but {error}") from error
+    if artifact.stage != upstream:
+        raise ValueError(
+            f"stage {name} reads the stage {upstream}, but {artifact.directory} was written by the "
+            f"stage {artifact.stage}: redo it with force=[{upstream}]"
+        )
+    return artifact

@@ -1,6 +1,7 @@
 """Lightning's view of a feature store: one deterministic, resumable schedule of batches."""
 
 import hashlib
+import signal
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -82,11 +83,22 @@ class From:
         return iter(range(self.start, self.total))
 
 
+def ignore_interrupt(_: int) -> None:
+    """Ctrl-C reaches every process of a terminal; a loading worker leaves the answer to its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class ResumableLoader(DataLoader):
     """Continues after the last batch it delivered when Lightning restores its state."""
 
     def __init__(self, batches: Batches, workers: int) -> None:
-        super().__init__(batches, batch_size=None, sampler=From(len(batches)), num_workers=workers)
+        super().__init__(
+            batches,
+            batch_size=None,
+            sampler=From(len(batches)),
+            num_workers=workers,
+            worker_init_fn=ignore_interrupt,
+        )
         self.delivered = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -142,5 +154,8 @@ class FeatureData(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(
-            self.validation_batches, batch_size=None, num_workers=self.settings.workers
+            self.validation_batches,
+            batch_size=None,
+            num_workers=self.settings.workers,
+            worker_init_fn=ignore_interrupt,
         )

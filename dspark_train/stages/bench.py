@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dspark_train.artifacts import Artifact, ArtifactWriter, sha256_file
+from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.stats import DecodingStats
+from dspark_train.disk import sha256_file
+from dspark_train.drafter import load_config
 from dspark_train.stages.divergence import Divergence, first_divergence
 from dspark_train.stages.report import environment, show, write_plot, write_report
 from dspark_train.stages.rollout import split_prompts
@@ -63,10 +65,11 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     b, rollout = config.bench, inputs["rollout"]
     checkpoint = config.checkpoint
     if not checkpoint:
-        inputs["export"].file("checkpoint/model.safetensors")  # refuses damaged weights
-        checkpoint = str(inputs["export"].directory / "checkpoint")
+        checkpoint = str(inputs["export"].folder("checkpoint"))
+    made_for = load_config(checkpoint).target
     target = load_target(config)
     require_same_target(target, rollout.facts["target"], str(rollout.directory))
+    require_same_target(target, made_for, checkpoint)
     threads = torch.get_num_threads()
     if b.threads:
         torch.set_num_threads(b.threads)

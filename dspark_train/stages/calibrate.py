@@ -18,7 +18,7 @@ from dspark_train.calibration import (
 from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.stats import Round
-from dspark_train.drafter import Drafter
+from dspark_train.drafter import load_drafter
 from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target, target_settings
@@ -41,8 +41,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     """Decode calibration prompts, keep the traces, fit the temperatures."""
     rollout, drafted = inputs["rollout"], inputs[trained(config)]
     c = config.calibrate
-    drafted.file("drafter/model.safetensors")  # refuses damaged weights
-    drafter = Drafter.from_pretrained(drafted.directory / "drafter")
+    drafter = load_drafter(drafted.folder("drafter"))
     if drafter.confidence_head is None:
         facts = {"temperatures": None}
         return Outcome({}, facts, "no confidence head, nothing to calibrate")

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dspark_train.artifacts import Artifact, ArtifactWriter, check_space
+from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.data.store import FeatureWriter
+from dspark_train.disk import check_space
 from dspark_train.stages.rollout import responses
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target, target_settings

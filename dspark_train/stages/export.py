@@ -9,7 +9,8 @@ import torch
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder
-from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.disk import check_space
+from dspark_train.drafter import Drafter, DrafterConfig, load_drafter
 from dspark_train.stages.calibrate import trained
 from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.stage import Outcome
@@ -29,20 +30,19 @@ def settings(config: Config) -> dict[str, Any]:
 def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
     """Write the checkpoint and decode with what was written."""
     rollout, drafted = inputs["rollout"], inputs[trained(config)]
-    drafted.file("drafter/model.safetensors")  # refuses damaged weights
-    drafter = Drafter.from_pretrained(drafted.directory / "drafter")
+    drafter = load_drafter(drafted.folder("drafter"))
     refuse_untrained(drafter)
     drafter.config.confidence_temperatures = inputs["calibrate"].facts["temperatures"]
     drafter.to(getattr(torch, config.export.dtype))
-    folder = writer.path("checkpoint")
-    drafter.save_pretrained(folder)
+    size = sum(p.numel() * p.element_size() for p in drafter.parameters())
+    check_space(writer.directory, size, "the checkpoint")
 
     target = load_target(config)
     require_same_target(target, rollout.facts["target"], str(rollout.directory))
     prompt = split_prompts(rollout, "held_out", 1)[0]["prompt"]
+    folder = writer.path("checkpoint")
+    writer.write("checkpoint", drafter.save_pretrained)
     compare(folder, drafter, target, prompt)
-    for file in sorted(folder.iterdir()):
-        writer.add(f"checkpoint/{file.name}")
     if config.export.push_to_hub:
         drafter.push_to_hub(config.export.push_to_hub)
     size = sum(file.stat().st_size for file in folder.iterdir())
@@ -78,7 +78,7 @@ def compare(folder: Any, drafter: Drafter, target: Any, prompt: list[int]) -> No
     Raises:
         ValueError: a weight, a setting, a drafted confidence or a token differs.
     """
-    reloaded = Drafter.from_pretrained(folder)
+    reloaded = load_drafter(folder)
     for key in DrafterConfig.__annotations__:
         read, meant = getattr(reloaded.config, key), getattr(drafter.config, key)
         if read != meant:

@@ -1,10 +1,18 @@
 """One answer on the terminal: text as it comes, then the statistics."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder
-from dspark_train.stages.targets import device, load_target
+from dspark_train.drafter import load_config
+from dspark_train.stages.targets import device, load_target, require_same_target
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The groups of the configuration that are read here."""
+    return {name: asdict(getattr(config, name)) for name in ("target", "prompts", "generate")}
 
 
 def run(config: Config) -> None:
@@ -29,8 +37,10 @@ def run(config: Config) -> None:
         target=g.target if needs_checkpoint else load_target(config),
         proposer=g.proposer,
         dtype=config.target.dtype,
-        device=device(config),
+        device=str(device(config)),
     )
+    if needs_checkpoint:
+        require_same_target(decoder.target, load_config(checkpoint).target, checkpoint)
     template = getattr(decoder.target.tokenizer, "chat_template", None)
     messages = [{"role": "user", "content": config.prompt}]
     stream = decoder.stream(

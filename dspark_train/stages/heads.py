@@ -7,10 +7,10 @@ from typing import Any
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.data.store import FeatureStore
-from dspark_train.drafter import Drafter
+from dspark_train.drafter import load_drafter
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target
-from dspark_train.stages.train import train_part
+from dspark_train.stages.train import train_part, train_settings
 
 
 def inputs(config: Config) -> tuple[str, ...]:
@@ -18,8 +18,11 @@ def inputs(config: Config) -> tuple[str, ...]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    keys = ("objective", "train", "heads")
-    return {key: asdict(getattr(config, key)) for key in keys}
+    return {
+        "objective": asdict(config.objective),
+        "train": train_settings(config),
+        "heads": asdict(config.heads),
+    }
 
 
 def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
@@ -27,8 +30,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     capture, train = inputs["capture"], inputs["train"]
     target = load_target(config)
     require_same_target(target, capture.facts["target"], str(capture.directory))
-    train.file("drafter/model.safetensors")  # refuses damaged weights
-    drafter = Drafter.from_pretrained(train.directory / "drafter")
+    drafter = load_drafter(train.folder("drafter"))
     return train_part(
         config,
         writer,

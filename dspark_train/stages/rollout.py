@@ -15,11 +15,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dspark_train.artifacts import Artifact, ArtifactWriter, check_space, sha256_file
+from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.data.prompts import load_prompts, split
 from dspark_train.decoding.batch import Sampled, generate_batch
 from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.disk import check_space, sha256_file
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, target_settings
 from dspark_train.target import Target

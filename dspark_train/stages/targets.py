@@ -9,11 +9,24 @@ from dspark_train.config import Config
 from dspark_train.target import Target
 
 
-def device(config: Config) -> str:
-    """`target.device`, with "auto" resolved."""
-    if config.target.device != "auto":
-        return config.target.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device(config: Config) -> torch.device:
+    """`target.device`, with "auto" resolved.
+
+    Raises:
+        ValueError: torch has no such device here.
+    """
+    name = config.target.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise ValueError(
+            f"target.device={name}: no such device here ({reason}); take auto, cpu, or one that "
+            "torch can use"
+        ) from error
 
 
 def load_target(config: Config) -> Target:
@@ -23,7 +36,7 @@ def load_target(config: Config) -> Target:
         t.name,
         revision=t.revision,
         dtype=t.dtype,
-        device=device(config),
+        device=str(device(config)),
         attn_implementation=t.attn_implementation,
         cache_dir=t.cache_dir,
     )
@@ -35,16 +48,19 @@ def target_settings(config: Config) -> dict[str, Any]:
     return {key: value for key, value in asdict(config.target).items() if key in keep}
 
 
-def require_same_target(target: Target, expected: dict[str, Any], made: str) -> None:
-    """Refuse a target other than the one that `made` was made with.
+def require_same_target(target: Target, expected: dict[str, Any] | None, made: str) -> None:
+    """Refuse a target other than the one that `made` was made with, if that is on record.
 
     Raises:
         ValueError: the weights or the configuration differ; both are named.
     """
     found = target.fingerprint()
-    if any(found[key] != expected[key] for key in ("config_sha", "weights_sha")):
-        raise ValueError(
-            f"{made} was made with target {expected['name']!r} "
-            f"(weights {expected['weights_sha'][:12]}), but target.name={found['name']!r} has "
-            f"weights {found['weights_sha'][:12]}: use that target, or redo the stages before"
-        )
+    for key in ("config_sha", "weights_sha"):
+        recorded = (expected or {}).get(key)
+        if recorded is not None and found[key] != recorded:
+            what = key.removesuffix("_sha")
+            raise ValueError(
+                f"{made} was made with target {expected['name']!r} ({what} {recorded[:12]}), but "
+                f"target {found['name']!r} has {what} {found[key][:12]}: use that target, or make "
+                f"{made} again with this one"
+            )

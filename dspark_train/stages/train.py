@@ -1,13 +1,15 @@
 """features -> drafter: the backbone, and the heads with it when the schedule is joint."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.data.store import FeatureStore
+from dspark_train.disk import check_space
 from dspark_train.drafter import Drafter, DrafterConfig
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import device, load_target, require_same_target
@@ -15,14 +17,27 @@ from dspark_train.target import Target
 from dspark_train.target.mask_token import default_mask_token
 from dspark_train.training.fit import fit
 
+# float32 weights and two moments in a training checkpoint, a new one beside it, the result
+BYTES_PER_PARAMETER = 2 * 12 + 4
+
 
 def inputs(config: Config) -> tuple[str, ...]:
     return ("capture",)
 
 
 def settings(config: Config) -> dict[str, Any]:
-    keys = ("drafter", "objective", "train")
-    return {"schedule": config.schedule, **{key: asdict(getattr(config, key)) for key in keys}}
+    return {
+        "schedule": config.schedule,
+        "drafter": asdict(config.drafter),
+        "objective": asdict(config.objective),
+        "train": train_settings(config),
+    }
+
+
+def train_settings(config: Config) -> dict[str, Any]:
+    """What of `train` determines the weights (who loads and how often is saved does not)."""
+    ignored = ("workers", "checkpoint_minutes")
+    return {key: value for key, value in asdict(config.train).items() if key not in ignored}
 
 
 def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> DrafterConfig:
@@ -71,6 +86,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     capture = inputs["capture"]
     target = load_target(config)
     require_same_target(target, capture.facts["target"], str(capture.directory))
+    torch.manual_seed(config.train.seed)  # the first weights
     drafter = Drafter(drafter_config(config, target, capture.facts))
     return train_part(
         config,
@@ -96,6 +112,9 @@ def train_part(
     lr: float,
 ) -> Outcome:
     """Fit a part of the drafter and save it as the stage's artifact."""
+    store.verify()
+    parameters = sum(p.numel() for p in drafter.parameters())
+    check_space(writer.directory, parameters * BYTES_PER_PARAMETER, "the training")
     head = target.head
     del target  # only embedding and LM head are needed from here on
     numbers = fit(
@@ -106,14 +125,11 @@ def train_part(
         part=part,
         epochs=epochs,
         lr=lr,
-        directory=writer.directory,
-        accelerator=device(config),
+        writer=writer,
+        device=device(config),
     )
-    drafter.cpu().save_pretrained(writer.path("drafter"))
-    for file in sorted(writer.path("drafter").iterdir()):
-        writer.add(f"drafter/{file.name}")
+    writer.write("drafter", drafter.cpu().save_pretrained)
     writer.add("logs/metrics.csv")
-    shutil.rmtree(writer.path("checkpoints"), ignore_errors=True)
     tau = numbers["metrics"].get("validation/tau")
     line = f"{numbers['steps']} steps over {len(store)} documents"
     return Outcome(

@@ -1,49 +1,22 @@
 """One call of Lightning: fit a part of a drafter, continue if it was interrupted."""
 
-import logging
-import warnings
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.callbacks import LearningRateMonitor
 
+from dspark_train.artifacts import ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.data.datamodule import FeatureData
 from dspark_train.data.store import FeatureStore
 from dspark_train.drafter import Drafter
 from dspark_train.objective import ObjectiveWeights
 from dspark_train.target.head import TargetHead
+from dspark_train.training import logs
+from dspark_train.training.callbacks import Checkpoints, ProgressBar
 from dspark_train.training.module import DrafterTraining
-
-
-def loggers(config: Config, directory: Path) -> list[Logger]:
-    """CSV always, wandb and TensorBoard by configuration.
-
-    Raises:
-        ValueError: TensorBoard is asked for and not installed.
-    """
-    chosen: list[Logger] = [CSVLogger(directory, name="logs", version="")]
-    if config.logger.wandb:
-        chosen.append(
-            WandbLogger(
-                name=f"{config.name}/{directory.name}",
-                project=config.logger.project,
-                save_dir=directory,
-                offline=config.logger.wandb == "offline",
-            )
-        )
-    if config.logger.tensorboard:
-        try:
-            chosen.append(TensorBoardLogger(directory, name="tensorboard", version=""))
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                "logger.tensorboard=true needs a package: pip install tensorboard"
-            ) from error
-    return chosen
 
 
 def fit(
@@ -55,22 +28,22 @@ def fit(
     part: str,
     epochs: int,
     lr: float,
-    directory: Path,
-    accelerator: str,
+    writer: ArtifactWriter,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Train `part` of `drafter` in place.
 
-    Checkpoints lie in `directory/checkpoints`; if there is one, training continues from it.
+    Logs go to `logs` of the artifact, a checkpoint to its scratch folder. If there is one, training
+    continues from it and ends with the same weights.
 
     Returns:
         Numbers of the run: steps, epochs, and the last value of every logged metric.
 
     Raises:
-        ValueError: a loss that is not finite, or data with nothing to train on.
+        ValueError: a loss that is not finite, data with nothing to train on, or settings that
+            Lightning refuses.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM, once a checkpoint is saved.
     """
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     s = config.train
     seed_everything(s.seed, workers=True, verbose=False)
     data = FeatureData(store, s, epochs)
@@ -88,16 +61,13 @@ def fit(
         lr=lr,
         total_steps=-(-batches // s.accumulate),
     )
-    checkpoints = ModelCheckpoint(
-        dirpath=directory / "checkpoints",
-        filename="last",
-        train_time_interval=timedelta(minutes=s.checkpoint_minutes),
-        save_on_exception=True,
-        enable_version_counter=False,
-    )
-    trainer = Trainer(
-        **{
-            "accelerator": accelerator,
+    directory, last = writer.directory, writer.scratch / "last.ckpt"
+    loggers = logs.loggers(config.logger, directory, f"{config.name}/{directory.name}")
+    checkpoints = Checkpoints(last, s.checkpoint_minutes)
+    trainer = make_trainer(
+        {
+            "accelerator": device.type,
+            "devices": "auto" if device.index is None else [device.index],
             "precision": s.precision,
             "max_epochs": 1,
             "accumulate_grad_batches": s.accumulate,
@@ -106,18 +76,42 @@ def fit(
             "limit_val_batches": 1.0 if len(data.validation_batches) else 0,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 1,
-            "logger": loggers(config, directory),
-            "callbacks": [checkpoints, TQDMProgressBar(), LearningRateMonitor("step")],
+            "logger": loggers,
+            "callbacks": [ProgressBar(directory.name), LearningRateMonitor("step"), checkpoints],
             "use_distributed_sampler": False,
             "enable_model_summary": False,
-            **s.trainer,
-        }
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+        },
+        s.trainer,
     )
-    last = directory / "checkpoints" / "last.ckpt"
-    trainer.fit(module, data, ckpt_path=last if last.exists() else None)
+    writer.begin()
+    resumed = last.exists()
+    try:
+        with checkpoints.listening(), logs.whole_metrics(directory, resumed):
+            trainer.fit(module, data, ckpt_path=last if resumed else None)
+    except SystemExit as error:  # Lightning's way of passing on what our callback raised
+        raise KeyboardInterrupt from error
+    finally:
+        for logger in loggers:
+            logs.close(logger)
     metrics = {
         key: round(value.item(), 6)
         for key, value in trainer.callback_metrics.items()
         if isinstance(value, torch.Tensor)
     }
     return {"steps": trainer.global_step, "epochs": epochs, "metrics": metrics}
+
+
+def make_trainer(ours: dict[str, Any], given: dict[str, Any]) -> Trainer:
+    """Lightning's trainer with our settings, and those of `train.trainer` over them.
+
+    Raises:
+        ValueError: Lightning refuses them.
+    """
+    try:
+        return Trainer(**{**ours, **given})
+    except (TypeError, ValueError, MisconfigurationException) as error:
+        raise ValueError(
+            f"Lightning refuses train.precision={ours['precision']}, train.trainer={given}: {error}"
+        ) from error

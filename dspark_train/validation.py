@@ -1,0 +1,128 @@
+"""The door of the pipeline: everything about the settings that can be known before it runs."""
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from dspark_train.config import Config, GenerateConfig, RolloutConfig
+from dspark_train.decoding.loading import ProposerName
+from dspark_train.drafter.config import MARKOV_HEADS
+
+DTYPES = ("float32", "bfloat16", "float16")
+STORED = ("float32", "bfloat16")
+SCHEDULES = ("joint", "staged")
+PROPOSERS = get_args(ProposerName)
+
+# whether it is right, the key, its value, what is expected
+Check = tuple[bool, str, Any, str]
+
+
+def validate(config: Config) -> None:
+    """Check what can be known before any stage runs.
+
+    Raises:
+        ValueError: all problems in one message, each with the key, its value and what is expected.
+    """
+    problems = [
+        f"{key}={value}: expected {expected}"
+        for group in (_data, _drafter, _training, _decoding)
+        for ok, key, value, expected in group(config)
+        if not ok
+    ]
+    if problems:
+        raise ValueError("settings:\n  " + "\n  ".join(problems))
+
+
+def _data(config: Config) -> Iterator[Check]:
+    t, p, r, c = config.target, config.prompts, config.rollout, config.capture
+    yield t.dtype in DTYPES, "target.dtype", t.dtype, f"one of {DTYPES}"
+    yield bool(p.source), "prompts.source", p.source, "a file, a folder or a dataset's name"
+    yield 0 <= p.calibration < 1, "prompts.calibration", p.calibration, "a share in [0, 1)"
+    yield 0 <= p.held_out < 1, "prompts.held_out", p.held_out, "a share in [0, 1)"
+    shares = p.calibration + p.held_out
+    expected = "less than 1, so that something is left to train on"
+    yield shares < 1, "prompts.calibration + prompts.held_out", shares, expected
+    yield p.limit is None or p.limit > 0, "prompts.limit", p.limit, "a positive number or null"
+    yield from _sampler("rollout", r)
+    yield 0 <= r.min_p <= 1, "rollout.min_p", r.min_p, "a number in [0, 1]"
+    yield from _positive(
+        "rollout", r, "samples_per_prompt", "max_new_tokens", "batch_size", "shard_prompts"
+    )
+    yield c.dtype in STORED, "capture.dtype", c.dtype, f"one of {STORED}"
+    ordered = c.taps is None or (c.taps == sorted(set(c.taps)) and min(c.taps, default=-1) >= 0)
+    yield ordered, "capture.taps", c.taps, "null, or layers from 0 on in ascending order"
+    yield from _positive("capture", c, "num_taps", "batch_tokens", "max_length", "shard_mb")
+
+
+def _drafter(config: Config) -> Iterator[Check]:
+    d = config.drafter
+    known = (None, *MARKOV_HEADS)
+    expected = f"one of {MARKOV_HEADS} or null"
+    yield d.markov_head_type in known, "drafter.markov_head_type", d.markov_head_type, expected
+    least = 1 if d.sample_from_anchor else 2
+    expected = "at least 1 (2 where sample_from_anchor is false, or nothing is proposed)"
+    yield d.block_size >= least, "drafter.block_size", d.block_size, expected
+    yield from _positive("drafter", d, "num_hidden_layers", "markov_rank")
+    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        value = getattr(d, key)
+        expected = "a positive number, or null for the target's"
+        yield value is None or value > 0, f"drafter.{key}", value, expected
+    expected = "an even number, or null for the target's"
+    yield (d.head_dim or 2) % 2 == 0, "drafter.head_dim", d.head_dim, expected
+    heads, shared = d.num_attention_heads, d.num_key_value_heads
+    fits = not heads or not shared or heads % shared == 0
+    expected = f"a divisor of drafter.num_attention_heads={heads}"
+    yield fits, "drafter.num_key_value_heads", shared, expected
+    expected = "a token id, or null to choose one"
+    yield (d.mask_token_id or 0) >= 0, "drafter.mask_token_id", d.mask_token_id, expected
+    schedule, has_heads = config.schedule, d.markov_head_type or d.enable_confidence_head
+    yield schedule in SCHEDULES, "schedule", schedule, f"one of {SCHEDULES}"
+    expected = "joint where the drafter has no heads: there is nothing to train in a second stage"
+    yield schedule != "staged" or bool(has_heads), "schedule", schedule, expected
+
+
+def _training(config: Config) -> Iterator[Check]:
+    o, n, wandb = config.objective, config.train, config.logger.wandb
+    weights = (o.ce, o.tv, o.confidence)
+    expected = "none negative, and one of ce and tv positive"
+    yield min(weights) >= 0 and o.ce + o.tv > 0, "objective.(ce, tv, confidence)", weights, expected
+    yield o.loss_decay > 0, "objective.loss_decay", o.loss_decay, "a positive number of slots"
+    yield from _positive(
+        "train", n, "epochs", "batch_documents", "anchors", "accumulate", "lr", "checkpoint_minutes"
+    )
+    yield from _positive("heads", config.heads, "epochs", "lr")
+    for key in ("row_tokens", "weight_decay", "clip", "workers"):
+        yield getattr(n, key) >= 0, f"train.{key}", getattr(n, key), "at least 0"
+    betas = len(n.betas) == 2 and all(0 <= beta < 1 for beta in n.betas)
+    yield betas, "train.betas", n.betas, "two numbers in [0, 1)"
+    for key in ("validation", "warmup"):
+        yield 0 <= getattr(n, key) < 1, f"train.{key}", getattr(n, key), "a share in [0, 1)"
+    memory = n.loss_memory_mb
+    expected = "a positive number, or null for the reference loss"
+    yield memory is None or memory > 0, "train.loss_memory_mb", memory, expected
+    yield wandb in (None, "offline", "online"), "logger.wandb", wandb, "offline, online or null"
+
+
+def _decoding(config: Config) -> Iterator[Check]:
+    c, e, b, g = config.calibrate, config.export, config.bench, config.generate
+    yield from _positive("calibrate", c, "prompts", "max_new_tokens")
+    yield c.temperature >= 0, "calibrate.temperature", c.temperature, "at least 0"
+    yield e.dtype in DTYPES, "export.dtype", e.dtype, f"one of {DTYPES}"
+    yield from _positive("bench", b, "prompts", "max_new_tokens")
+    temperatures = bool(b.temperatures) and min(b.temperatures) >= 0
+    yield temperatures, "bench.temperatures", b.temperatures, "at least one, none below 0"
+    yield b.threads is None or b.threads > 0, "bench.threads", b.threads, "positive, or null"
+    yield from _sampler("generate", g)
+    yield from _positive("generate", g, "max_new_tokens")
+    yield g.proposer in PROPOSERS, "generate.proposer", g.proposer, f"one of {PROPOSERS}"
+
+
+def _sampler(name: str, s: RolloutConfig | GenerateConfig) -> Iterator[Check]:
+    yield s.temperature >= 0, f"{name}.temperature", s.temperature, "at least 0 (0: greedy)"
+    yield 0 < s.top_p <= 1, f"{name}.top_p", s.top_p, "a number in (0, 1]"
+    yield s.top_k >= 0, f"{name}.top_k", s.top_k, "at least 0 (0: off)"
+
+
+def _positive(name: str, group: Any, *keys: str) -> Iterator[Check]:
+    for key in keys:
+        value = getattr(group, key)
+        yield value > 0, f"{name}.{key}", value, "a positive number"
