@@ -41,12 +41,16 @@ def typed(settings: DictConfig) -> Config:
     for node in (schema, *(schema[group] for group in GROUPS)):
         OmegaConf.set_readonly(node, False)  # frozen dataclasses make read-only nodes
     problems = []
-    for key, value in leaves(OmegaConf.to_container(settings)):
-        try:
-            OmegaConf.update(schema, key, value)
-        except OmegaConfBaseException as error:
-            problems.append(f"{key}={value}: {first_line(error)}")
-    missing = sorted(OmegaConf.missing_keys(schema))
+    try:
+        schema = OmegaConf.merge(schema, settings)
+    except OmegaConfBaseException:  # it stops at the first: find them all
+        for key, value in leaves(OmegaConf.to_container(settings)):
+            group, _, inner = key.partition(".")
+            try:
+                OmegaConf.merge(schema, {group: {inner: value} if inner else value})
+            except OmegaConfBaseException as error:
+                problems.append(f"{key}={value}: {first_line(error)}")
+    missing = [] if problems else sorted(OmegaConf.missing_keys(schema))
     problems += [f"{key} is missing: give one" for key in missing]
     if problems:
         raise ValueError("settings:\n  " + "\n  ".join(problems))

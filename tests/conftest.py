@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from dspark_train.__main__ import main
 from dspark_train.target import Target
-from tests import tiny_language
+from tests import tiny_language, tiny_pipeline
 
 
 @pytest.fixture(scope="session")
@@ -86,3 +88,50 @@ def save_target(tmp_path: Path) -> Callable[[Target], Path]:
         return folder
 
     return save
+
+
+@pytest.fixture(scope="session")
+def tiny_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A JSONL file of requests in the tiny language."""
+    return tiny_pipeline.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+@pytest.fixture(scope="session")
+def finished_run(
+    tiny_target_folder: Path, tiny_prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a finished run of the whole pipeline; copy it before changing it."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        given = tiny_pipeline.arguments(tiny_target_folder, tiny_prompts, run_dir)
+        patch.setattr(sys, "argv", ["dspark_train", *given])
+        main()
+    return run_dir
+
+
+@pytest.fixture
+def tiny_run(
+    tiny_target_folder: Path,
+    tiny_prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> tiny_pipeline.Run:
+    """Run the pipeline in `tmp_path/run`: `tiny_run("stages=[rollout]") -> Ended`."""
+
+    def run(*overrides: str) -> tiny_pipeline.Ended:
+        given = tiny_pipeline.arguments(
+            tiny_target_folder, tiny_prompts, tmp_path / "run", *overrides
+        )
+        return tiny_pipeline.run_main(monkeypatch, capfd, given)
+
+    return run
+
+
+@pytest.fixture
+def tiny_run_finished(
+    tiny_run: tiny_pipeline.Run, finished_run: Path, tmp_path: Path
+) -> tiny_pipeline.Run:
+    """As `tiny_run`, in a copy of the finished run."""
+    shutil.copytree(finished_run, tmp_path / "run")
+    return tiny_run

@@ -84,7 +84,7 @@ class From:
 
 
 def ignore_interrupt(_: int) -> None:
-    """Ctrl-C reaches every process of a terminal; a loading worker leaves the answer to its parent."""
+    """Ctrl-C reaches every process; loading workers leave the answer to their parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -63,7 +63,7 @@ class Checkpoints(Callback):
 
     def __init__(self, path: Path, minutes: float) -> None:
         self.path, self.seconds = path, 60 * minutes
-        self.asked = False
+        self.asked = self._stop = False
         self._saved = time.monotonic()
 
     @contextlib.contextmanager
@@ -95,8 +95,14 @@ class Checkpoints(Callback):
             return
         self._saved = time.monotonic()
         self.save(trainer)
-        if trainer.strategy.reduce_boolean_decision(stop, all=False):
+        self._stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
+
+    def _leave(self, *_: Any) -> None:
+        if self._stop:
             raise KeyboardInterrupt
+
+    # the first of these to come, once the step is in the logs too
+    on_train_batch_start = on_validation_start = on_train_end = _leave
 
     def save(self, trainer: Trainer) -> None:
         """Replace the checkpoint by one of now."""

@@ -86,9 +86,9 @@ def fit(
         s.trainer,
     )
     writer.begin()
-    resumed = last.exists()
+    resumed, earlier = last.exists(), writer.scratch / "metrics.csv"
     try:
-        with checkpoints.listening(), logs.whole_metrics(directory, resumed):
+        with checkpoints.listening(), logs.whole_metrics(directory, earlier, resumed):
             trainer.fit(module, data, ckpt_path=last if resumed else None)
     except SystemExit as error:  # Lightning's way of passing on what our callback raised
         raise KeyboardInterrupt from error

@@ -12,7 +12,6 @@ from dspark_train.config import LoggerConfig
 from dspark_train.disk import write_atomically
 
 FOLDER, METRICS = "logs", "metrics.csv"
-EARLIER = "earlier.csv"
 LOSS = "train/loss"
 
 
@@ -59,14 +58,13 @@ def close(logger: Logger) -> None:
 
 
 @contextlib.contextmanager
-def whole_metrics(directory: Path, resumed: bool) -> Iterator[None]:
+def whole_metrics(directory: Path, earlier: Path, resumed: bool) -> Iterator[None]:
     """Within the context a CSV logger writes; afterwards its file has what came before, too.
 
     The logger starts a new file. When training was interrupted, the rows before the step at which
-    it continues are put in front.
+    it continues, kept in `earlier` meanwhile, are put in front.
     """
     metrics = directory / FOLDER / METRICS
-    earlier = metrics.with_name(EARLIER)
     if not resumed:
         earlier.unlink(missing_ok=True)
         metrics.unlink(missing_ok=True)

@@ -1,0 +1,147 @@
+"""Configuration: what is written in YAML composes, what is wrong is refused by name."""
+
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from dspark_train.__main__ import CONFIGS, GROUPS, typed
+from dspark_train.config import Config
+
+YAML = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent != CONFIGS)
+
+
+@cache
+def configured(*overrides: str) -> Config:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return typed(compose("config", list(overrides)))
+
+
+def choice(path: Path) -> str:
+    group = path.parent.relative_to(CONFIGS).as_posix()
+    return f"{group}={path.stem}"
+
+
+def keys() -> list[str]:
+    names = []
+    for top in fields(Config):
+        inner = fields(top.type) if is_dataclass(top.type) else ()
+        names += [f"{top.name}.{key.name}" for key in inner] or [top.name]
+    return names
+
+
+@pytest.mark.parametrize("path", YAML, ids=choice)
+def test_every_file_composes_and_says_something(path: Path) -> None:
+    config = configured(choice(path))
+    assert isinstance(config, Config)
+    if path.parent.name == "experiment":
+        assert path.read_text().startswith("# @package _global_\n")
+        assert config.name == path.stem
+    elif path.stem != "csv":
+        others = [other for other in YAML if other.parent == path.parent and other != path]
+        assert all(configured(choice(other)) != config for other in others)
+
+
+def test_groups_are_those_of_the_dataclasses() -> None:
+    groups = {path.parent.name for path in YAML} - {"experiment"}
+    assert groups <= set(GROUPS)
+
+
+def test_the_default_is_the_whole_pipeline() -> None:
+    config = configured()
+    assert config.stages == ["rollout", "capture", "train", "heads", "calibrate", "export", "bench"]
+    assert config.run_dir == "runs/default"
+    assert configured("name=mine").run_dir == "runs/mine"
+
+
+@pytest.mark.parametrize("key", keys())
+def test_every_key_can_be_overridden_and_checks_its_type(key: str) -> None:
+    default: Any = configured()
+    for part in key.split("."):
+        default = getattr(default, part)
+    text = "null" if default is None else str(default).replace("'", "")
+    again: Any = configured(f"{key}={text}") if text and "$" not in text else configured()
+    for part in key.split("."):
+        again = getattr(again, part)
+    assert again == default
+    wrong = "3" if isinstance(default, dict | list) or key == "capture.taps" else "[{a: 1}]"
+    with pytest.raises(ValueError, match=rf"settings:\n  {key}=.*: "):
+        configured(f"{key}={wrong}")
+
+
+def test_settings_are_frozen() -> None:
+    config = configured()
+    with pytest.raises(FrozenInstanceError):
+        config.name = "other"
+    with pytest.raises(FrozenInstanceError):
+        config.train.lr = 1.0
+
+
+def test_all_problems_come_in_one_message() -> None:
+    with pytest.raises(ValueError, match="settings:") as caught:
+        configured(
+            "drafter.block_size=1",
+            "drafter.sample_from_anchor=false",
+            "train.lr=-1",
+            "schedule=both",
+            "bench.temperatures=[]",
+            "rollout.top_p=0",
+        )
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "settings:"
+    named = [line.split("=")[0].strip() for line in lines[1:]]
+    assert sorted(named) == [
+        "bench.temperatures",
+        "drafter.block_size",
+        "rollout.top_p",
+        "schedule",
+        "train.lr",
+    ]
+    assert all(": expected " in line for line in lines[1:])
+
+
+def test_all_wrong_types_come_in_one_message() -> None:
+    with pytest.raises(ValueError, match="settings:") as caught:
+        configured("train.lr=fast", "rollout.top_k=1.5", "+nonsense=1", "train.betas=[a]")
+    named = {line.split("=")[0].strip() for line in str(caught.value).splitlines()[1:]}
+    assert named == {"train.lr", "rollout.top_k", "nonsense", "train.betas"}
+
+
+def test_unknown_keys_are_refused() -> None:
+    for override in ("+train.speed=1", "+speed=1", "+target.colour=red"):
+        with pytest.raises(ValueError, match=override.strip("+").split("=")[0]):
+            configured(override)
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ValueError, match=r"target\.name is missing"):
+        configured("target.name=???")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["target.dtype=int8"], "target.dtype=int8: expected one of"),
+        (["prompts.calibration=0.5", "prompts.held_out=0.5"], "prompts.calibration"),
+        (["prompts.source=''"], "prompts.source=: expected"),
+        (["capture.taps=[3,1]"], r"capture.taps=\[3, 1\]: expected"),
+        (["capture.taps=[]"], r"capture.taps=\[\]: expected"),
+        (["drafter.markov_head_type=best"], "drafter.markov_head_type=best"),
+        (["drafter.num_attention_heads=4", "drafter.num_key_value_heads=3"], "a divisor of"),
+        (["drafter.head_dim=7"], "drafter.head_dim=7: expected an even number"),
+        (["drafter.mask_token_id=-1"], "drafter.mask_token_id=-1"),
+        (["drafter=dflash", "schedule=staged"], "expected joint where the drafter has no heads"),
+        (["objective.ce=0", "objective.tv=0"], "one of ce and tv positive"),
+        (["train.betas=[0.9]"], r"train.betas=\[0.9\]: expected two"),
+        (["train.workers=-1"], "train.workers=-1: expected at least 0"),
+        (["logger.wandb=always"], "logger.wandb=always: expected offline, online or null"),
+        (["bench.temperatures=[-1]"], r"bench.temperatures=\[-1"),
+        (["generate.proposer=oracle"], "generate.proposer=oracle: expected one of"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configured(*overrides)
