@@ -123,10 +123,14 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """Optimisation of the heads on the frozen backbone (schedule staged)."""
+    """Optimisation of the heads on the frozen backbone (schedule staged).
+
+    All else is as in `train`; `anchors` null takes its number.
+    """
 
     epochs: int = 1
     lr: float = 1e-3
+    anchors: int | None = None
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ def prefix_confidence(logits: torch.Tensor, temperatures: torch.Tensor) -> torch
 
 
 def fit_temperatures(
-    logits: torch.Tensor, accepted: torch.Tensor, proposed: torch.Tensor
+    logits: torch.Tensor, accepted: torch.Tensor, known: torch.Tensor
 ) -> torch.Tensor:
     """Fit the temperatures of P proposals on decoding rounds.
 
     Args:
         logits: `[N, P]` confidence logits of N rounds (anything beyond what was proposed).
         accepted: `[N]` drafts accepted in the round.
-        proposed: `[N]` drafts verified in the round.
+        known: `[N]` leading proposals whose outcome the round tells.
 
     Returns:
         `[P]` float64 temperatures; 1 where no round reached the proposal. Equal errors go to the
@@ -38,7 +38,7 @@ def fit_temperatures(
     grid = GRID[GRID.log().abs().argsort(stable=True)]
     product = torch.ones(len(logits), dtype=torch.float64)
     for k in range(proposals):
-        seen = proposed > k
+        seen = known > k
         if seen.any():
             step = (logits[:, k, None].double() / grid).sigmoid()
             predicted = product[seen, None] * step[seen]

@@ -50,21 +50,21 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     decoder = SpeculativeDecoder.with_drafter(target, drafter)
     prompts = split_prompts(rollout, "calibration", c.prompts)
     rounds: list[Round] = []
-    for row in tqdm(prompts, desc="calibrate", unit="prompt", mininterval=1):
+    for turn, row in enumerate(tqdm(prompts, desc="calibrate", unit="prompt", mininterval=1)):
         decoder.generate(
             row["prompt"],
             c.max_new_tokens,
             temperature=c.temperature,
-            seed=c.seed,
+            seed=c.seed + turn,
             trace=rounds.append,
         )
     proposals = drafter.slots.num_proposals
+    rounds = [r for r in rounds if r.proposed]
+    padded = [r.confidence + [0.0] * (proposals - r.proposed) for r in rounds]
     traces = {
-        "logits": torch.tensor(
-            [r.confidence + [0.0] * (proposals - r.proposed) for r in rounds if r.proposed]
-        ).view(-1, proposals),
-        "accepted": torch.tensor([r.accepted for r in rounds if r.proposed], dtype=torch.int64),
-        "proposed": torch.tensor([r.proposed for r in rounds if r.proposed], dtype=torch.int64),
+        "logits": torch.tensor(padded).view(-1, proposals),
+        "accepted": torch.tensor([r.accepted for r in rounds], dtype=torch.int64),
+        "known": torch.tensor([known(r) for r in rounds], dtype=torch.int64),
     }
     if not len(traces["accepted"]):
         raise ValueError(
@@ -90,12 +90,21 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     )
 
 
+def known(round_: Round) -> int:
+    """Leading drafts of a round of which it is known whether the prefix up to them passed.
+
+    After a rejection that is all of them; where the text ended inside the block, nothing is known
+    of what came after the end.
+    """
+    return round_.proposed if round_.judged > round_.accepted else round_.accepted
+
+
 def errors(traces: Mapping[str, torch.Tensor], temperatures: torch.Tensor) -> list[float]:
     """Calibration error of the cumulative product, per proposal, where a round reached it."""
     predicted = prefix_confidence(traces["logits"], temperatures)
     result = []
     for k in range(predicted.shape[1]):
-        seen = traces["proposed"] > k
+        seen = traces["known"] > k
         observed = traces["accepted"][seen] > k
         result.append(round(float(expected_calibration_error(predicted[seen, k], observed)), 6))
     return result

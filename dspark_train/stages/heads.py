@@ -1,7 +1,7 @@
 """frozen backbone -> Markov and confidence heads (schedule staged)."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
@@ -31,8 +31,9 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     target = load_target(config)
     require_same_target(target, capture.facts["target"], str(capture.directory))
     drafter = load_drafter(train.folder("drafter"))
+    anchors = config.heads.anchors or config.train.anchors
     return train_part(
-        config,
+        replace(config, train=replace(config.train, anchors=anchors)),
         writer,
         drafter,
         target,

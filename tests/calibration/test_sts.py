@@ -39,9 +39,9 @@ def test_planted_temperatures_are_recovered() -> None:
 
 
 def test_scaling_lowers_the_error_on_fresh_rounds() -> None:
-    logits, accepted, proposed = planted([2.5, 2.5, 2.5], 20_000)
+    logits, accepted, known = planted([2.5, 2.5, 2.5], 20_000)
     half = len(logits) // 2
-    fitted = fit_temperatures(logits[:half], accepted[:half], proposed[:half])
+    fitted = fit_temperatures(logits[:half], accepted[:half], known[:half])
     for k in range(3):
         observed = accepted[half:] > k
         before, after = (
