@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dspark_train.config import Config
-from dspark_train.validation import validate
 
 # a clone keeps its configuration at the top, an installed wheel inside the package
 CONFIGS = next(
@@ -55,6 +54,8 @@ def typed(settings: DictConfig) -> Config:
     if problems:
         raise ValueError("settings:\n  " + "\n  ".join(problems))
     config = OmegaConf.to_object(schema)
+    from dspark_train.validation import validate  # brings torch along, which takes seconds
+
     validate(config)
     return config
 

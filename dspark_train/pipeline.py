@@ -52,16 +52,19 @@ def run(config: Config, given: Sequence[str] = ()) -> None:
 def refuse_contradictions(config: Config, given: Sequence[str]) -> None:
     """Refuse a setting by which a stage that does not run now would have made something else.
 
+    The target has a check of its own, by its weights, wherever it is loaded.
+
     Raises:
         ValueError: naming the key, what it is now and what it was.
     """
     read_now = {group for name in config.stages for group in load(name).settings(config)}
+    read_now.add("target")
     made: dict[str, tuple[Any, Path]] = {}
     for name in STAGES:
         directory = Path(config.run_dir) / name
         for group, values in recorded_settings(directory).items():
             if group not in read_now and isinstance(values, dict):
-                made |= {f"{group}.{key}": (was, directory) for key, was in values.items()}
+                made = {f"{group}.{key}": (v, directory) for key, v in values.items()} | made
     if config.checkpoint and any(key.startswith("drafter.") for key in given):
         shape, where = load_config(config.checkpoint).to_dict(), Path(config.checkpoint)
         made |= {f"drafter.{key}": (was, where) for key, was in shape.items()}

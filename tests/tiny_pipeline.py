@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from dspark_train.__main__ import main
+from dspark_train.artifacts import Artifact
+from dspark_train.target import Target
 from tests import tiny_language
 
 PROMPTS = 60
+# of the schedule "joint"
+STAGES = ("rollout", "capture", "train", "calibrate", "export", "bench")
 SETTINGS = (
     "target.dtype=float32",
     "prompts.calibration=0.15",
@@ -85,3 +89,37 @@ def run_main(
 
 
 Run = Callable[..., Ended]
+
+
+def refused(ended: Ended, *parts: str, lines: int = 2) -> None:
+    """Assert that a command ended with one short message that has all the parts."""
+    assert ended.status == 1, ended
+    assert "Traceback" not in ended.err
+    assert len(ended.message.splitlines()) <= lines, ended.message
+    for part in parts:
+        assert part in ended.message, ended.message
+
+
+def fingerprints(run: Path) -> dict[str, str]:
+    """What is finished in a run."""
+    return {
+        name: Artifact.open(run / name).fingerprint
+        for name in STAGES
+        if (run / name / "manifest.json").exists()
+    }
+
+
+def changed_target(folder: Path, tmp_path: Path, change: Callable[[Target], None]) -> Path:
+    """A copy of a target, changed, in `tmp_path/other_target`."""
+    target = Target.load(str(folder), dtype="float32")
+    change(target)
+    path = tmp_path / "other_target"
+    target.model.save_pretrained(path)
+    target.tokenizer.save_pretrained(path)
+    return path
+
+
+def other_weights(target: Target) -> None:
+    """Same sizes, other numbers."""
+    for parameter in target.model.parameters():
+        parameter.data.mul_(1.1)

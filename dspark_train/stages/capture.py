@@ -12,7 +12,7 @@ from dspark_train.config import Config
 from dspark_train.data.store import FeatureWriter
 from dspark_train.disk import check_space
 from dspark_train.stages.rollout import responses
-from dspark_train.stages.stage import Outcome
+from dspark_train.stages.stage import Outcome, said
 from dspark_train.stages.targets import load_target, require_same_target, target_settings
 from dspark_train.target import Target
 from dspark_train.target.layers import default_taps, validate_taps
@@ -92,7 +92,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
             "bytes_per_token": counts["bytes"] / counts["tokens"],
         },
         line=f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, "
-        f"{counts['bytes'] / 1e6:,.0f} MB, taps {list(taps)}",
+        f"{counts['bytes'] / 1e6:,.0f} MB, taps {list(taps)}" + said(dropped),
     )
 
 

@@ -21,7 +21,7 @@ from dspark_train.data.prompts import load_prompts, split
 from dspark_train.decoding.batch import Sampled, generate_batch
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.disk import check_space, sha256_file
-from dspark_train.stages.stage import Outcome
+from dspark_train.stages.stage import Outcome, said
 from dspark_train.stages.targets import load_target, target_settings
 from dspark_train.target import Target
 
@@ -50,7 +50,6 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     r = config.rollout
     target = load_target(config)
     prompts, counts = encode_prompts(config, target)
-    writer.write(PROMPTS, "".join(json.dumps(row) + "\n" for row in prompts).encode())
     asked = [
         (row, sample)
         for row in prompts
@@ -62,6 +61,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
             f"prompts.source={config.prompts.source} leaves no prompt to train on: {counts}"
         )
     check_space(writer.directory, len(asked) * r.max_new_tokens * BYTES_PER_TOKEN, "the rollout")
+    writer.write(PROMPTS, "".join(json.dumps(row) + "\n" for row in prompts).encode())
     names = []
     with tqdm(total=len(asked), desc="rollout", unit="answer", mininterval=1) as bar:
         for start in range(0, len(asked), r.shard_prompts):
@@ -98,7 +98,8 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
             "template": config.prompts.template,
             "template_sha256": template_sha(target),
         },
-        line=f"{len(asked):,} responses of {tokens:,} tokens to {len(prompts):,} prompts",
+        line=f"{len(asked):,} responses of {tokens:,} tokens to {len(prompts):,} prompts"
+        + said(counts["dropped"]),
     )
 
 

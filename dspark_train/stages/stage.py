@@ -17,6 +17,14 @@ class Outcome:
     line: str
 
 
+def said(dropped: Mapping[str, int]) -> str:
+    """What was dropped and why, to end a line with; nothing if nothing was."""
+    reasons = ", ".join(
+        f"{count:,} {reason.replace('_', ' ')}" for reason, count in dropped.items()
+    )
+    return f" (dropped: {reasons})" if reasons else ""
+
+
 class Stage(Protocol):
     """A module of this package."""
 

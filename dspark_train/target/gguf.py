@@ -17,6 +17,8 @@ import transformers
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from dspark_train.disk import full_disk_explained
+
 # Part of the folder's name: raise it when the conversion changes what it writes.
 CONVERSION_VERSION = 2
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
@@ -86,7 +88,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     mend_tokenizer(tokenizer, described, model.config.max_position_embeddings)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+    with (
+        full_disk_explained(folder),
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary,
+    ):
         written = Path(temporary) / folder.name
         model.save_pretrained(written)
         tokenizer.save_pretrained(written)
