@@ -57,19 +57,30 @@ def test_the_default_is_the_whole_pipeline() -> None:
     assert configured("name=mine").run_dir == "runs/mine"
 
 
-@pytest.mark.parametrize("key", keys())
-def test_every_key_can_be_overridden_and_checks_its_type(key: str) -> None:
-    default: Any = configured()
+def value(config: Config, key: str) -> Any:
     for part in key.split("."):
-        default = getattr(default, part)
-    text = "null" if default is None else str(default).replace("'", "")
-    again: Any = configured(f"{key}={text}") if text and "$" not in text else configured()
-    for part in key.split("."):
-        again = getattr(again, part)
-    assert again == default
-    wrong = "3" if isinstance(default, dict | list) or key == "capture.taps" else "[{a: 1}]"
-    with pytest.raises(ValueError, match=rf"settings:\n  {key}=.*: "):
-        configured(f"{key}={wrong}")
+        config = getattr(config, part)
+    return config
+
+
+def test_every_key_can_be_overridden() -> None:
+    default = configured()
+    texts = {key: str(value(default, key)).replace("'", "") or "''" for key in keys()}
+    given = [f"{key}={'null' if text == 'None' else text}" for key, text in texts.items()]
+    assert configured(*given) == default
+
+
+def test_every_key_checks_its_type_and_all_are_named() -> None:
+    default = configured()
+
+    def wrong(key: str) -> str:
+        listed = isinstance(value(default, key), dict | list) or key == "capture.taps"
+        return "3" if listed else "[{a: 1}]"
+
+    with pytest.raises(ValueError, match="settings:") as caught:
+        configured(*(f"{key}={wrong(key)}" for key in keys()))
+    named = [line.split("=")[0].strip() for line in str(caught.value).splitlines()[1:]]
+    assert sorted(named) == sorted(keys())
 
 
 def test_settings_are_frozen() -> None:

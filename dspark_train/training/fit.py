@@ -93,8 +93,7 @@ def fit(
     except SystemExit as error:  # Lightning's way of passing on what our callback raised
         raise KeyboardInterrupt from error
     finally:
-        for logger in loggers:
-            logs.close(logger)
+        logs.close(config.logger)
     metrics = {
         key: round(value.item(), 6)
         for key, value in trainer.callback_metrics.items()

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def loggers(settings: LoggerConfig, directory: Path, name: str) -> list[Logger]:
 def _wandb(settings: LoggerConfig, directory: Path, name: str) -> Logger:
     import wandb
 
-    os.environ.setdefault("WANDB_SILENT", "true")
+    wandb.setup(wandb.Settings(silent=True, mode=settings.wandb))
     if settings.wandb == "online" and not wandb.api.api_key:
         raise ValueError(
             "logger.wandb=online needs a login: run `wandb login` first, or take logger.wandb="
@@ -51,10 +50,12 @@ def _wandb(settings: LoggerConfig, directory: Path, name: str) -> Logger:
     )
 
 
-def close(logger: Logger) -> None:
-    """End a run: wandb would go on with it in the next stage."""
-    if isinstance(logger, WandbLogger):
-        logger.experiment.finish()
+def close(settings: LoggerConfig) -> None:
+    """End the run of wandb, which would go on in the next stage."""
+    if settings.wandb:
+        import wandb
+
+        wandb.finish()
 
 
 @contextlib.contextmanager
