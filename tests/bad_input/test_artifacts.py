@@ -39,7 +39,7 @@ def test_damaged_artifacts(
         # the last byte is data of a tensor, or the end of JSON
         path.write_bytes(content[:-9] + (b"" if change == "truncated" else b"\x00\xff" * 4 + b"?"))
     refused(tiny_run_finished(f"stages=[{reader}]", f"force=[{reader}]"), f"run/{stage}", file)
-    if file != "manifest.json":
+    if change == "truncated" and file != "manifest.json":
         # what the message advises helps
         assert tiny_run_finished(f"stages=[{stage},{reader}]", f"force=[{stage}]").status == 0
 
