@@ -6,6 +6,7 @@ the phrases there ("of problem"); one that sees its own previous token does not.
 """
 
 import random
+import sys
 from itertools import pairwise
 
 import torch
@@ -122,3 +123,12 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
         optimizer.zero_grad()
     model.eval()
     return loss.item()
+
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    made = build_tokenizer()
+    trained = build_model(made)
+    train(trained, made)
+    trained.save_pretrained(folder)
+    made.save_pretrained(folder)
