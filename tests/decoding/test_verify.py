@@ -97,3 +97,22 @@ def test_lengths_that_contradict_are_refused(target_rows, draft_shape, uniforms)
         verify(
             torch.full((target_rows, 3), 1 / 3), [0, 1], torch.rand(draft_shape), [0.5] * uniforms
         )
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_appendix_a_of_dspark_at_static_verify_lengths(length: int) -> None:
+    """Law 8 without a scheduler: p = (.7, .3), q = (.5, .5) gives (.7, .3) at any fixed length."""
+    target = torch.tensor([[0.7, 0.3]]).repeat(length + 1, 1)
+    draft = torch.tensor([[0.5, 0.5]]).repeat(length, 1)
+    steps = 1000  # the thresholds lie on this grid, and u takes the middle of each cell
+    first = torch.zeros(2, dtype=torch.float64)
+    for token in (0, 1):
+        tokens = [token] * length
+        for cell in range(steps):
+            verdict = verify(target, tokens, draft, [(cell + 0.5) / steps] * length)
+            weight = 0.5 / steps
+            if verdict.accepted:
+                first[token] += weight
+            else:
+                first += weight * verdict.next_probs.double()
+    torch.testing.assert_close(first, torch.tensor([0.7, 0.3]).double(), rtol=0, atol=1e-6)
