@@ -114,6 +114,12 @@ class Artifact:
             self.file(file)
         return self.directory / name
 
+    @property
+    def contents(self) -> str:
+        """SHA-256 over facts and file checksums: what a later stage's result depends on."""
+        state = json.dumps([self.facts, self.files], sort_keys=True, default=str)
+        return hashlib.sha256(state.encode()).hexdigest()
+
     def names(self) -> list[str]:
         """Names of all files, in the order in which they were written."""
         return list(self.files)

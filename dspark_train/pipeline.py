@@ -93,7 +93,7 @@ def run_stage(config: Config, name: str) -> None:
         return
     inputs = {upstream: open_input(config, name, upstream) for upstream in stage.inputs(config)}
     settings = stage.settings(config)
-    upstream = {key: artifact.fingerprint for key, artifact in inputs.items()}
+    upstream = {key: artifact.contents for key, artifact in inputs.items()}
     wanted, afresh = fingerprint(name, settings, upstream), name in config.force
     if not afresh and bring_back(directory, wanted):
         print(f"{name:<10} these settings were used before: what they gave is back in {directory}")
