@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from dspark_train.objective.acceptance import expected_length
 from dspark_train.objective.states import BlockStates
 
 
@@ -102,6 +103,6 @@ def assemble(
         correct=(correct & supervised).sum(0),
         confidence_error=error.sum(0),
         supervised=supervised.sum(0),
-        expected_length=((1.0 + accepted.cumprod(-1).sum(-1)) * alive).sum(),
+        expected_length=(expected_length(accepted) * alive).sum(),
         blocks=alive.sum(),
     )

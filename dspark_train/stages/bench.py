@@ -213,9 +213,7 @@ def summarise(
                 ),
                 "acceptance_per_slot": [round(a, 4) for a in row.stats.acceptance_per_slot],
                 "accepted_histogram": list(row.stats.histogram),
-                "verified_per_committed": round(
-                    (row.stats.proposed + row.stats.rounds) / max(1, row.stats.committed), 4
-                ),
+                "verified_per_committed": round(row.stats.verified_per_committed, 4),
                 "greedy_identical": not divergences if row.temperature == 0 else None,
                 "near_ties": sum(d.near_tie for d in divergences),
                 "near_tie_cases": [asdict(d) for d in divergences],
