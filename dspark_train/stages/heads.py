@@ -31,12 +31,14 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     target = load_target(config)
     require_same_target(target, capture.facts["target"], str(capture.directory))
     drafter = load_drafter(train.folder("drafter"))
+    head = target.head
+    del target  # the rest of it need not stay in memory while training
     anchors = config.heads.anchors or config.train.anchors
     return train_part(
         replace(config, train=replace(config.train, anchors=anchors)),
         writer,
         drafter,
-        target,
+        head,
         FeatureStore(capture),
         part="heads",
         epochs=config.heads.epochs,

@@ -13,7 +13,7 @@ from dspark_train.disk import check_space
 from dspark_train.drafter import Drafter, DrafterConfig
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import device, load_target, require_same_target
-from dspark_train.target import Target
+from dspark_train.target import Target, TargetHead
 from dspark_train.target.mask_token import default_mask_token
 from dspark_train.training.fit import fit
 
@@ -88,11 +88,13 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     require_same_target(target, capture.facts["target"], str(capture.directory))
     torch.manual_seed(config.train.seed)  # the first weights
     drafter = Drafter(drafter_config(config, target, capture.facts))
+    head = target.head
+    del target  # the rest of it need not stay in memory while training
     return train_part(
         config,
         writer,
         drafter,
-        target,
+        head,
         FeatureStore(capture),
         part="all" if config.schedule == "joint" else "backbone",
         epochs=config.train.epochs,
@@ -104,7 +106,7 @@ def train_part(
     config: Config,
     writer: ArtifactWriter,
     drafter: Drafter,
-    target: Target,
+    head: TargetHead,
     store: FeatureStore,
     *,
     part: str,
@@ -115,8 +117,6 @@ def train_part(
     store.verify()
     parameters = sum(p.numel() for p in drafter.parameters())
     check_space(writer.directory, parameters * BYTES_PER_PARAMETER, "the training")
-    head = target.head
-    del target  # only embedding and LM head are needed from here on
     numbers = fit(
         config,
         drafter,
