@@ -88,25 +88,35 @@ def compose() -> list[tuple[DictConfig, list[str]]]:
 
 
 def main() -> None:
-    """Run the command line. Whatever goes wrong ends in one message and a status other than 0."""
+    """Run the command line. Whatever goes wrong ends in one message and a status other than 0.
+
+    Of several processes all find the same wrong settings: rank 0 says so. What happens later is
+    said by the one to which it happens.
+    """
+    rank, running = int(os.environ.get("RANK", 0)), False
     try:
         for settings, overrides in compose():
+            running = False
             config = typed(settings)
             from dspark_train.pipeline import run  # after the settings are known to be right
 
+            running = True
             run(config, [item.split("=")[0].lstrip("+~") for item in overrides])
     except (HydraException, OmegaConfBaseException) as error:
         lines = [first_line(part) for part in (error, error.__cause__) if part is not None]
         if options := getattr(error, "options", None):
             lines.append(f"expected one of {', '.join(options)}")
-        sys.exit("error: " + "\n  ".join(dict.fromkeys(lines)))
+        sys.exit(1 if rank else "error: " + "\n  ".join(dict.fromkeys(lines)))
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        who = f" (rank {rank})" if rank else ""
+        sys.exit(1 if rank and not running else f"error{who}: {error}")
     except KeyboardInterrupt:
-        print(
-            "\ninterrupted: what is finished is kept; the same command (without force) continues",
-            file=sys.stderr,
-        )
+        if not rank:
+            print(
+                "\ninterrupted: what is finished is kept; the same command (without force) "
+                "continues",
+                file=sys.stderr,
+            )
         sys.exit(130)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dspark_train import ranks
 from dspark_train.artifacts import (
     Artifact,
     ArtifactWriter,
@@ -45,7 +46,7 @@ def run(config: Config, given: Sequence[str] = ()) -> None:
         if name in config.stages:
             run_stage(config, name)
     for name in COMMANDS:
-        if name in config.stages:
+        if name in config.stages and ranks.first():
             load(name).run(config)
 
 
@@ -86,30 +87,51 @@ def load(name: str) -> Stage:
 
 
 def run_stage(config: Config, name: str) -> None:
-    """Run one stage unless its artifact is there and up to date; say what happened in one line."""
+    """Run one stage unless its artifact is there and up to date; say what happened in one line.
+
+    Of several processes rank 0 decides, writes and speaks. The others work with it in stages that
+    are `SHARED`, and wait for its end in those that are not.
+    """
+    stage = load(name)
+    if not ranks.tell(ranks.first() and is_due(config, name)):
+        return
+    shared = getattr(stage, "SHARED", False)
+    if ranks.first() or shared:
+        inputs = {upstream: open_input(config, name, upstream) for upstream in stage.inputs(config)}
+        begin, directory = time.perf_counter(), Path(config.run_dir) / name
+        writer = ArtifactWriter(
+            directory,
+            name,
+            stage.settings(config),
+            {key: artifact.contents for key, artifact in inputs.items()},
+            afresh=name in config.force,
+        )
+        with full_disk_explained(directory):
+            outcome = stage.run(config, writer, inputs)
+            if ranks.first():
+                seconds = time.perf_counter() - begin
+                writer.finish(counts=outcome.counts, facts=outcome.facts, seconds=seconds)
+                print(f"{name:<10} {seconds:7.1f} s  {outcome.line}: {directory}")
+    ranks.wait()
+
+
+def is_due(config: Config, name: str) -> bool:
+    """Whether a stage has to run: nothing up to date is there, nor can be brought back."""
     stage, directory = load(name), Path(config.run_dir) / name
     if name == "heads" and config.schedule == "joint":
         print(f"{name:<10} nothing to do: trained together with the backbone (schedule=joint)")
-        return
-    inputs = {upstream: open_input(config, name, upstream) for upstream in stage.inputs(config)}
-    settings = stage.settings(config)
-    upstream = {key: artifact.contents for key, artifact in inputs.items()}
-    wanted, afresh = fingerprint(name, settings, upstream), name in config.force
+        return False
+    upstream = {key: open_input(config, name, key).contents for key in stage.inputs(config)}
+    wanted, afresh = fingerprint(name, stage.settings(config), upstream), name in config.force
     if not afresh and bring_back(directory, wanted):
         print(f"{name:<10} these settings were used before: what they gave is back in {directory}")
     if finished(directory) and not afresh:
         artifact = Artifact.open(directory)
         if artifact.fingerprint == wanted:
             print(f"{name:<10} finished before, in {artifact.seconds:.1f} s: {directory}")
-            return
+            return False
         print(f"{name:<10} its settings or inputs changed: what is there becomes {name}.previous")
-    begin = time.perf_counter()
-    writer = ArtifactWriter(directory, name, settings, upstream, afresh=afresh)
-    with full_disk_explained(directory):
-        outcome = stage.run(config, writer, inputs)
-        seconds = time.perf_counter() - begin
-        writer.finish(counts=outcome.counts, facts=outcome.facts, seconds=seconds)
-    print(f"{name:<10} {seconds:7.1f} s  {outcome.line}: {directory}")
+    return True
 
 
 def open_input(config: Config, name: str, upstream: str) -> Artifact:

@@ -26,7 +26,11 @@ def said(dropped: Mapping[str, int]) -> str:
 
 
 class Stage(Protocol):
-    """A module of this package."""
+    """A module of this package.
+
+    With `SHARED = True` all processes of a run enter `run` together, otherwise rank 0 alone. They
+    share the work by `dspark_train.ranks`; only rank 0 may change what the writer keeps account of.
+    """
 
     @staticmethod
     def inputs(config: Config) -> tuple[str, ...]:
