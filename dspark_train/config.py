@@ -65,7 +65,12 @@ class CaptureConfig:
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """Shape of the drafter. What is null is taken from the target."""
+    """Shape of the drafter. What is null is taken from the target.
+
+    `markov_head_type` null: no sequential head, "selector": DFlash2's over the `selector_top_k`
+    best. `conv_kernel_size` taps of DFlash2's convolutions, null: none. `draft_vocab_size`: draft
+    only that many tokens, the most frequent ones of the training documents; null: all.
+    """
 
     num_hidden_layers: int = 5
     block_size: int = 7
@@ -80,6 +85,10 @@ class DrafterSettings:
     markov_rank: int = 256
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    conv_kernel_size: int | None = None
+    conv_group_size: int = 16
+    selector_top_k: int = 16
+    draft_vocab_size: int | None = None
 
 
 @dataclass(frozen=True)

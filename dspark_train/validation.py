@@ -74,6 +74,10 @@ def _drafter(config: Config) -> Iterator[Check]:
     yield fits, "drafter.num_key_value_heads", shared, expected
     expected = "a token id, or null to choose one"
     yield (d.mask_token_id or 0) >= 0, "drafter.mask_token_id", d.mask_token_id, expected
+    expected = "a positive number, or null"
+    for key in ("conv_kernel_size", "draft_vocab_size"):
+        yield (getattr(d, key) or 1) > 0, f"drafter.{key}", getattr(d, key), expected
+    yield from _positive("drafter", d, "conv_group_size", "selector_top_k")
     schedule, has_heads = config.schedule, d.markov_head_type or d.enable_confidence_head
     yield schedule in SCHEDULES, "schedule", schedule, f"one of {SCHEDULES}"
     expected = "joint where the drafter has no heads: there is nothing to train in a second stage"

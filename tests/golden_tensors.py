@@ -44,12 +44,25 @@ def head_of(embedding: torch.Tensor, projection: torch.Tensor, **config: Any) ->
     return TargetHead(model)
 
 
+def selector_name(name: str) -> str:
+    """Our name of a parameter of DFlash2's selector."""
+    for theirs, ours in (
+        ("candidate_selector.predecessor_codebook", "markov_head.markov_w1.weight"),
+        ("candidate_selector.successor_codebook", "markov_head.markov_w2.weight"),
+        ("candidate_selector.", "markov_head."),
+    ):
+        name = name.replace(theirs, ours)
+    return name
+
+
 def load(name: str) -> tuple[Drafter, TargetHead, dict[str, torch.Tensor]]:
     """The drafter with the reference weights, the head, and all tensors of the file."""
     with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:
         metadata = file.metadata()
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     kind = metadata.get("markov_head_type")
+    convolved = {k: int(v) for k, v in metadata.items() if k.startswith(("conv_", "selector_top"))}
+    head = "selector" if convolved else kind
     config = DrafterConfig(
         **{key: int(metadata[key]) for key in SIZES},
         target_layer_ids=json.loads(metadata["target_layer_ids"]),
@@ -57,8 +70,9 @@ def load(name: str) -> tuple[Drafter, TargetHead, dict[str, torch.Tensor]]:
         rms_norm_eps=float(metadata["rms_norm_eps"]),
         rope_parameters={"rope_type": "default", "rope_theta": float(metadata["rope_theta"])},
         sample_from_anchor=kind is not None,
-        markov_head_type=kind,
-        markov_rank=int(metadata.get("markov_rank", 8)),
+        markov_head_type=head,
+        markov_rank=int(metadata.get("markov_rank", metadata.get("selector_rank", 8))),
+        **convolved,
         enable_confidence_head=kind is not None,
     )
     drafter = Drafter(config)
@@ -67,6 +81,6 @@ def load(name: str) -> tuple[Drafter, TargetHead, dict[str, torch.Tensor]]:
     }
     for shared in ("embed_tokens.weight", "lm_head.weight"):
         del weights[shared]
-    drafter.load_state_dict(weights)
+    drafter.load_state_dict({selector_name(name): value for name, value in weights.items()})
     head = head_of(tensors["weights.embed_tokens.weight"], tensors["weights.lm_head.weight"])
     return drafter.eval(), head, tensors

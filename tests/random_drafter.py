@@ -12,8 +12,13 @@ def make_drafter(
     sample_from_anchor: bool = True,
     head: str | None = "vanilla",
     seed: int = 1,
+    draft_ids: list[int] | None = None,
+    **config: object,
 ) -> Drafter:
-    """A one-layer drafter for `target`: large random weights, rank 4, confidence head."""
+    """A one-layer drafter for `target`: large random weights, rank 4, confidence head.
+
+    `draft_ids`: the only tokens that it can draft; `config`: more fields of its configuration.
+    """
     torch.manual_seed(seed)
     drafter = Drafter(
         DrafterConfig(
@@ -31,8 +36,12 @@ def make_drafter(
             mask_token_id=0,
             markov_head_type=head,
             markov_rank=4,
+            draft_vocab_size=None if draft_ids is None else len(draft_ids),
+            **config,
         )
     )
+    if draft_ids is not None:
+        drafter.draft_only(torch.tensor(draft_ids))
     for parameter in drafter.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.4)

@@ -19,6 +19,7 @@ from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer, LookupProposer, Proposal
 from dspark_train.decoding.proposers import block as block_module
 from dspark_train.decoding.sampling import SamplingSettings, warp
+from dspark_train.drafter.selector import CandidateSelector
 from dspark_train.target import Target
 from tests.exploration import explore
 from tests.open_numbers import Open, pieces_of
@@ -101,9 +102,10 @@ def block_engine(random_target: Callable[..., Target]) -> Callable[..., Engine]:
         head: str | None = "vanilla",
         vocab_size: int = 4,
         use_heads: bool = True,
+        **drafter_config: object,
     ) -> Engine:
         target = random_target(vocab_size=vocab_size, num_layers=2)
-        drafter = make_drafter(target, block_size, sample_from_anchor, head)
+        drafter = make_drafter(target, block_size, sample_from_anchor, head, **drafter_config)
         proposer = BlockProposer(drafter, target.head, vocab_size, use_heads)
         return Engine(target, proposer, vocab_size)
 
@@ -115,6 +117,38 @@ def block_engine(random_target: Callable[..., Target]) -> Callable[..., Engine]:
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_block_drafter_is_lossless(block_engine, convention, head, sampler):
     engine = block_engine(*CONVENTIONS[convention], head)
+    assert greatest_error(engine, SAMPLERS[sampler]) < TOLERANCE
+
+
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_top_k": 2}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_dflash2_is_lossless(block_engine, sampler):
+    """Two of four tokens are candidates; what was drafted was drawn from those two."""
+    engine = block_engine(*CONVENTIONS["dflash"], "selector", **DFLASH2)
+    assert greatest_error(engine, SAMPLERS[sampler]) < TOLERANCE
+
+
+def test_candidates_that_are_not_accounted_for_are_found(block_engine):
+    """Draws among the candidates, with probabilities of the softmax over all tokens."""
+    engine = block_engine(*CONVENTIONS["dflash"], "selector", **DFLASH2)
+    lawful = engine.proposer.propose
+
+    def unlawful(*given):
+        with mock.patch.object(CandidateSelector, "candidates", lambda self, unary: unary):
+            of_all = lawful(*given)
+        return Proposal(lawful(*given).tokens, of_all.probs)
+
+    with mock.patch.object(engine.proposer, "propose", unlawful):
+        assert greatest_error(engine, SAMPLERS["T=1"]) > 1e-3
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("head", ["vanilla", None])
+def test_a_reduced_draft_vocabulary_is_lossless(block_engine, head, sampler):
+    """Tokens 0 and 2 of four can be drafted; all four are committed."""
+    engine = block_engine(2, True, head, draft_ids=[0, 2])
     assert greatest_error(engine, SAMPLERS[sampler]) < TOLERANCE
 
 

@@ -6,6 +6,7 @@ from transformers.activations import ACT2FN
 
 from dspark_train.drafter.attention import BlockAttention, KeysValues, RMSNorm, Rotation
 from dspark_train.drafter.config import DrafterConfig
+from dspark_train.drafter.convolution import BlockConvolution
 
 
 class GatedMLP(nn.Module):
@@ -31,6 +32,10 @@ class DrafterLayer(nn.Module):
         self.self_attn = BlockAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
+        if config.conv_kernel_size:
+            self.attention_conv = BlockConvolution(config)
+            self.mlp_conv = BlockConvolution(config)
+        self.convolves = bool(config.conv_kernel_size)
 
     def forward(
         self,
@@ -40,5 +45,12 @@ class DrafterLayer(nn.Module):
         context_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """Block states `[B, A, K, D]` to block states of the same shape."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, context, context_mask)
+
+        def attend(states: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(states, rotation, context, context_mask)
+
+        if self.convolves:
+            x = x + self.attention_conv.around(attend, self.input_layernorm(x))
+            return x + self.mlp_conv.around(self.mlp, self.post_attention_layernorm(x))
+        x = x + attend(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from dspark_train.blocks import BlockSlots
 
-MARKOV_HEADS = ("vanilla", "gated", "rnn")
+MARKOV_HEADS = ("vanilla", "gated", "rnn", "selector")
 
 
 class DrafterConfig(PreTrainedConfig):
@@ -15,8 +15,11 @@ class DrafterConfig(PreTrainedConfig):
     Sizes (`hidden_size` … `rope_parameters`) mean what they mean for the target, whose embedding
     and LM head the drafter shares. `target_layer_ids` are 0-based: i is the output of target layer
     i. `sample_from_anchor` chooses the block convention (`blocks/slots.py`). `markov_head_type` is
-    None, "vanilla", "gated" or "rnn". `confidence_temperatures` holds one value per proposal, by
-    which confidence logits are divided. `target` identifies the target the drafter was trained for.
+    None, "vanilla", "gated", "rnn", or DFlash2's "selector" of the `selector_top_k` best.
+    `conv_kernel_size` taps of DFlash2's convolutions over groups of `conv_group_size` channels,
+    None without. `draft_vocab_size` tokens can be drafted (the buffer `d2t` says which), None: all.
+    `confidence_temperatures` holds one value per proposal, by which confidence logits are divided.
+    `target` identifies the target the drafter was trained for.
 
     Raises:
         ValueError: contradictory settings, all of them named in one message.
@@ -51,6 +54,10 @@ class DrafterConfig(PreTrainedConfig):
     confidence_head_with_markov: bool = True
     confidence_temperatures: list | None = None
     target: dict | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int = 16
+    selector_top_k: int = 16
+    draft_vocab_size: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.rope_parameters is None:
@@ -64,6 +71,11 @@ class DrafterConfig(PreTrainedConfig):
     @property
     def slots(self) -> BlockSlots:
         return BlockSlots(self.block_size, self.sample_from_anchor)
+
+    @property
+    def draft_vocabulary(self) -> int:
+        """Tokens that can be drafted."""
+        return self.draft_vocab_size or self.vocab_size
 
     def _problems(self) -> list[str]:
         problems = []
@@ -85,6 +97,17 @@ class DrafterConfig(PreTrainedConfig):
             problems.append(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
+            problems.append(
+                f"conv_group_size={self.conv_group_size} does not divide "
+                f"hidden_size={self.hidden_size}"
+            )
+        if self.markov_head_type == "selector" and self.selector_top_k < 1:
+            problems.append(f"selector_top_k={self.selector_top_k}, expected at least 1")
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+            problems.append(
+                f"draft_vocab_size={self.draft_vocab_size}, expected 1 to {self.vocab_size} or null"
             )
         taps = self.target_layer_ids
         if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= self.num_target_layers - 1:

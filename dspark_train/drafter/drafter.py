@@ -12,10 +12,17 @@ from dspark_train.drafter.attention import KeysValues, RMSNorm, Rotary
 from dspark_train.drafter.backbone import DrafterLayer
 from dspark_train.drafter.confidence import ConfidenceHead
 from dspark_train.drafter.config import DrafterConfig
+from dspark_train.drafter.convolution import BlockConvolution
 from dspark_train.drafter.markov import GatedMarkovHead, MarkovHead
 from dspark_train.drafter.rnn import RnnMarkovHead
+from dspark_train.drafter.selector import CandidateSelector
 
-MARKOV_CLASSES = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarkovHead}
+MARKOV_CLASSES = {
+    "vanilla": MarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RnnMarkovHead,
+    "selector": CandidateSelector,
+}
 
 
 class Drafter(PreTrainedModel):
@@ -38,6 +45,9 @@ class Drafter(PreTrainedModel):
         kind = config.markov_head_type
         self.markov_head = MARKOV_CLASSES[kind](config) if kind else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        # target id = draft id + d2t[draft id]
+        reduced = config.draft_vocab_size
+        self.register_buffer("d2t", torch.zeros(reduced, dtype=torch.int64) if reduced else None)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -50,6 +60,27 @@ class Drafter(PreTrainedModel):
         if isinstance(module, MarkovHead):
             # no bias at first: the heads start from the backbone's own logits
             nn.init.zeros_(module.markov_w2.weight)
+        elif isinstance(module, BlockConvolution):
+            module.reset()
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """Target ids `[Vd]` of the tokens that can be drafted, None: all."""
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def draft_only(self, ids: torch.Tensor) -> None:
+        """Restrict drafting to target ids `[Vd]`, ascending."""
+        self.d2t = ids - torch.arange(len(ids), device=ids.device)
+
+    def draftable(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft ids of target `ids` `[...]`, and where there is one (bool)."""
+        if self.d2t is None:
+            return ids, torch.ones_like(ids, dtype=torch.bool)
+        known = self.draft_ids
+        place = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+        return place, known[place] == ids
 
     def context_kv(self, features: torch.Tensor, positions: torch.Tensor) -> list[KeysValues]:
         """Keys and values of context positions for every layer (computed once, then cached).

@@ -19,7 +19,11 @@ class MarkovHead(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocabulary, bias=False)
+
+    def candidates(self, unary: torch.Tensor) -> torch.Tensor:
+        """Unary logits `[..., V]`, minus infinity where a token cannot be drafted."""
+        return unary
 
     def start(self, hidden: torch.Tensor) -> State:
         """State before the first proposal of blocks whose hidden states are `[..., D]`."""

@@ -1,7 +1,7 @@
 """features -> drafter: the backbone, and the heads with it when the schedule is joint."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.data.store import FeatureStore
+from dspark_train.data.vocabulary import frequent_tokens
 from dspark_train.disk import check_space
 from dspark_train.drafter import Drafter, DrafterConfig
 from dspark_train.stages.stage import Outcome
@@ -77,6 +78,10 @@ def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> 
         markov_rank=d.markov_rank,
         enable_confidence_head=d.enable_confidence_head,
         confidence_head_with_markov=d.confidence_head_with_markov,
+        conv_kernel_size=d.conv_kernel_size,
+        conv_group_size=d.conv_group_size,
+        selector_top_k=d.selector_top_k,
+        draft_vocab_size=d.draft_vocab_size,
         target=dict(facts["target"]),
     )
 
@@ -88,18 +93,28 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     require_same_target(target, capture.facts["target"], str(capture.directory))
     torch.manual_seed(config.train.seed)  # the first weights
     drafter = Drafter(drafter_config(config, target, capture.facts))
+    store = FeatureStore(capture)
+    kept = None
+    if size := drafter.config.draft_vocab_size:
+        ids, kept = frequent_tokens(store, size, drafter.config.vocab_size)
+        drafter.draft_only(ids)
     head = target.head
     del target  # the rest of it need not stay in memory while training
-    return train_part(
+    outcome = train_part(
         config,
         writer,
         drafter,
         head,
-        FeatureStore(capture),
+        store,
         part="all" if config.schedule == "joint" else "backbone",
         epochs=config.train.epochs,
         lr=config.train.lr,
     )
+    if kept is None:
+        return outcome
+    line = f"{outcome.line}, {size:,} draft tokens that are {100 * kept:.2f} % of the responses"
+    facts = {"draft_vocabulary": {"size": size, "share": round(kept, 6)}}
+    return replace(outcome, line=line, facts=outcome.facts | facts)
 
 
 def train_part(

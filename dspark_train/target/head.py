@@ -1,5 +1,7 @@
 """The target's input embedding and output head, as a drafter shares them."""
 
+import copy
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -43,6 +45,16 @@ class TargetHead(nn.Module):
     def vocab_size(self) -> int:
         """Rows of the LM head, padding rows beyond the tokenizer included."""
         return self.projection.weight.shape[0]
+
+    def restricted(self, ids: torch.Tensor) -> "TargetHead":
+        """The same embedding with the LM head's rows of `ids` `[Vd]` only, copied."""
+        rows = nn.Linear(self.projection.in_features, len(ids), device="meta")
+        rows.weight = nn.Parameter(self.projection.weight[ids], requires_grad=False)
+        bias = self.projection.bias
+        rows.bias = None if bias is None else nn.Parameter(bias[ids], requires_grad=False)
+        head = copy.copy(self)
+        head._modules = self._modules | {"projection": rows}
+        return head
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Map token ids [...] to the vectors [..., D] that enter the target's first layer."""

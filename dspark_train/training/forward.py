@@ -68,11 +68,14 @@ def block_states(
     # blocks overlap: what the target says at a position is kept once and shared
     used, rows = take(batch.hidden_rows, before).flatten(0, 1).unique(return_inverse=True)
     supervised = slots.supervised(batch.anchors, batch.ends, batch.loss_mask)
+    # a label that cannot be drafted ends the block: nothing after it is ever reached
+    labels, known = drafter.draftable(take(batch.input_ids, labels_at))
+    supervised = supervised & known.cumprod(-1).bool()
     return BlockStates(
         hidden=hidden.flatten(0, 1),
         latents=latents,
         confidence_logits=confidence_logits,
-        labels=take(batch.input_ids, labels_at).flatten(0, 1),
+        labels=labels.flatten(0, 1),
         supervised=(supervised & batch.keep[..., None]).flatten(0, 1),
         target_hidden=batch.last_hidden[used],
         target_rows=rows,

@@ -40,6 +40,8 @@ class DrafterTraining(LightningModule):
         self.settings, self.lr, self.total_steps = settings, lr, total_steps
         # the target's head is frozen and shared: kept out of the module's state and its casts
         self.__dict__["head"] = head
+        ids = drafter.draft_ids
+        self.__dict__["loss_head"] = head if ids is None else head.restricted(ids)
         trained = {"backbone": part != "heads", "heads": part != "backbone"}
         for name, parameter in drafter.named_parameters():
             is_head = name.startswith(("markov_head", "confidence_head"))
@@ -73,9 +75,9 @@ class DrafterTraining(LightningModule):
         markov = self.drafter.markov_head
         w2 = None if markov is None else markov.markov_w2.weight
         if self.settings.loss_memory_mb is None:
-            return reference_loss(states, self.head, w2, self.objective)
+            return reference_loss(states, self.loss_head, w2, self.objective)
         memory = self.settings.loss_memory_mb
-        return lean_loss(states, self.head, w2, self.objective, memory_mb=memory)
+        return lean_loss(states, self.loss_head, w2, self.objective, memory_mb=memory)
 
     def _loss(self, terms: LossTerms) -> torch.Tensor:
         # ranks average their gradients, so each divides by the mean of the ranks' weights

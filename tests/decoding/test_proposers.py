@@ -27,11 +27,13 @@ def target(random_target):
 
 
 @pytest.mark.parametrize("settings", [SamplingSettings(), SAMPLED])
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", None])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "selector", None])
 @pytest.mark.parametrize("sample_from_anchor", [True, False])
 def test_cached_walk_equals_the_masked_forward(target, sample_from_anchor, head, settings):
     """Law 1: all positions in the row, a mask instead of a cache, predecessors teacher-forced."""
-    drafter = make_drafter(target, 4, sample_from_anchor, head).eval()
+    dflash2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_top_k": 5}
+    config = dflash2 if head == "selector" else {}
+    drafter = make_drafter(target, 4, sample_from_anchor, head, **config).eval()
     proposer = BlockProposer(drafter, target.head)
     observed(target, proposer, PROMPT)
     randomness, anchor = Randomness(0), len(PROMPT) - 1
@@ -52,7 +54,7 @@ def test_cached_walk_equals_the_masked_forward(target, sample_from_anchor, head,
     if head is not None:
         previous = torch.tensor([PROMPT[-1], *proposal.tokens[:-1]])
         latents, embeddings = drafter.markov_head.latents(hidden, previous)
-        logits = logits + drafter.markov_head.markov_w2(latents)
+        logits = drafter.markov_head.candidates(logits) + drafter.markov_head.markov_w2(latents)
     probs = warp(logits, settings)
     confidence = drafter.confidence_head.logits(hidden, embeddings)
     torch.testing.assert_close(proposal.confidence, confidence, rtol=1e-4, atol=1e-5)

@@ -1,12 +1,17 @@
 """Law 3: the reference tensors are reproduced to 1e-5 in float32."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from dspark_train.data.batch import Batch
+from dspark_train.decoding.proposers import BlockProposer
+from dspark_train.decoding.proposers import block as block_module
+from dspark_train.decoding.randomness import Randomness
+from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.objective import ObjectiveWeights, lean_loss, reference_loss
 from dspark_train.training.forward import block_states
 from tests import golden_tensors
@@ -81,6 +86,34 @@ def test_greedy_proposal(kind: str) -> None:
         torch.testing.assert_close(logits, t["infer.logits"][:, k], **CLOSE)
         previous = logits.argmax(-1)
         assert torch.equal(previous, t["infer.tokens"][:, k])
+
+
+@torch.no_grad()
+def test_dflash2_rounds_with_a_growing_context() -> None:
+    """Convolutions and the walk among candidates, greedy and at temperature 0.7."""
+    drafter, head, t = golden_tensors.load("dflash2")
+    greedy, warm = SamplingSettings(), SamplingSettings(0.7)
+    proposer = BlockProposer(drafter, head)
+    tokens: list[int] = []
+    for name in ("round0", "round1"):
+        start, end = t[f"{name}.context_range"].tolist()
+        proposer.observe(t["in.target_features"][:, start:end], [0] * (end - start))
+        tokens = [0] * end + [t[f"{name}.anchor_token"].item()]
+        hidden = proposer._block(tokens[-1], end)
+        torch.testing.assert_close(hidden[None], t[f"{name}.hidden"][:, 1:], **CLOSE)
+        unary = head.logits(hidden)
+        torch.testing.assert_close(unary[None], t[f"{name}.unary_logits"], **CLOSE)
+        proposal = proposer.propose(tokens, greedy, Randomness(0), limit=99)
+        assert proposal.tokens == t[f"{name}.greedy_tokens"][0].tolist()
+
+        # draws that follow the greedy path: the rows are those of the reference
+        with mock.patch.object(block_module, "draw", side_effect=proposal.tokens):
+            probs = proposer.propose(tokens, warm, Randomness(0), limit=99).probs[None]
+        candidates = t[f"{name}.candidates"]
+        expected = torch.zeros_like(probs).scatter(2, candidates, t[f"{name}.probs_t07"])
+        torch.testing.assert_close(probs, expected, **CLOSE)
+        scores = (probs.gather(2, candidates).log() * 0.7).diff()
+        torch.testing.assert_close(scores, t[f"{name}.scores"].diff(), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -29,6 +29,8 @@ class BlockProposer:
     ) -> None:
         config = drafter.config
         self.drafter, self.head, self.vocabulary = drafter.eval(), head, vocabulary
+        self.draft_ids = drafter.draft_ids
+        self.draft_head = head if self.draft_ids is None else head.restricted(self.draft_ids)
         self.taps = tuple(config.target_layer_ids)
         self.markov = drafter.markov_head if use_heads else None
         # a confidence that was trained on drafts of the sequential head says nothing without it
@@ -54,7 +56,7 @@ class BlockProposer:
             )
         hidden = self._block(tokens[anchor], anchor)[:limit]
         first = torch.tensor([tokens[anchor]], device=hidden.device)
-        logits = self.head.logits(hidden).float()
+        logits = self._unary(hidden)
         uniforms = [randomness.uniform(anchor + 1 + i, "propose") for i in range(len(hidden))]
         if self.markov is None:
             return self._independent(logits, settings, uniforms, hidden)
@@ -70,6 +72,23 @@ class BlockProposer:
         hidden = self.drafter.backbone(self.head.embed(ids), positions, self.cache.context())
         return hidden[0, 0, slots.proposing]
 
+    def _unary(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the drafter's own vocabulary, without padding of the LM head."""
+        logits = self.draft_head.logits(hidden).float()
+        if self.draft_ids is None:
+            return logits[:, : self.vocabulary]
+        if self.vocabulary is None:
+            return logits
+        return logits.masked_fill(self.draft_ids >= self.vocabulary, float("-inf"))
+
+    def _over_target(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's usable vocabulary: what cannot be drafted has no mass."""
+        if self.draft_ids is None:
+            return logits
+        size = self.head.vocab_size
+        full = logits.new_full((len(logits), size), float("-inf"))
+        return full.index_copy(1, self.draft_ids, logits)[:, : self.vocabulary]
+
     def _independent(
         self,
         logits: torch.Tensor,
@@ -77,7 +96,7 @@ class BlockProposer:
         uniforms: list[float],
         hidden: torch.Tensor,
     ) -> Proposal:
-        logits = logits[:, : self.vocabulary]
+        logits = self._over_target(logits)
         confidence = None if self.confidence is None else self.confidence.logits(hidden, None)
         if settings.greedy:
             return Proposal(most_likely(logits).tolist(), None, confidence)
@@ -94,11 +113,12 @@ class BlockProposer:
         previous: torch.Tensor,
     ) -> Proposal:
         """Left to right; each slot's bias sees the token that was drawn before it."""
+        logits = self.markov.candidates(logits)
         state = self.markov.start(hidden[:1])
         chosen, rows, embeddings = [], [], []
         for i, u in enumerate(uniforms):
             bias, embedding, state = self.markov.step(state, previous, hidden[i : i + 1])
-            biased = (logits[i : i + 1] + bias)[:, : self.vocabulary]
+            biased = self._over_target(logits[i : i + 1] + bias[:, : logits.shape[1]])
             if settings.greedy:
                 previous = most_likely(biased)
             else:
