@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dspark_train.decoding.scheduler import Drafts, DraftsAll, Policy, Waiting
+from dspark_train.decoding.policies import Drafts, DraftsAll, Policy, Waiting
 from dspark_train.decoding.verify import residual
 
 Tokens = tuple[int, ...]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dspark_train.decoding.cost_table import CostTable
-from dspark_train.decoding.scheduler import (
+from dspark_train.decoding.policies import (
     Auto,
     Capacity,
     Drafts,

@@ -10,7 +10,7 @@ import pytest
 
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.difficulty import Difficulty
-from dspark_train.decoding.scheduler import (
+from dspark_train.decoding.policies import (
     Auto,
     Capacity,
     Drafts,
