@@ -4,9 +4,6 @@ An artifact is a directory. Its files are written to a temporary name, fsynced a
 manifest comes last, so a directory without one is unfinished work. The manifest holds the settings
 of the producer, the fingerprints of its inputs, size and SHA-256 of every file, counts that
 reconcile with the input, and the facts which later stages read instead of being told again.
-
-Work of other settings in the same directory is set aside, never deleted: a finished artifact under
-`<directory>.previous`, an unfinished one under `<directory>.unfinished` (one generation of each).
 """
 
 import hashlib
@@ -16,11 +13,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dspark_train import ranks
+from dspark_train.aside import MANIFEST, UNFINISHED, finished, read_json, set_aside
 from dspark_train.disk import sha256_file, write_atomically
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-UNFINISHED = "unfinished.json"
+FORMAT_VERSION = 2
+# what processes other than the first have finished
+OTHERS = "unfinished-*.json"
+# of the manifest itself: the SHA-256 of all else in it
+CHECKSUM = "manifest_sha256"
 # deleted once the artifact is finished
 SCRATCH = "scratch"
 
@@ -71,6 +72,8 @@ class Artifact:
             manifest = json.loads(path.read_text())
             version = manifest["format_version"]
             artifact = cls(directory, manifest) if version == FORMAT_VERSION else None
+            if artifact is not None and manifest.get(CHECKSUM) != manifest_sha(manifest):
+                raise ValueError("its own SHA-256 differs")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged ({error!r}): {redo}") from error
         if artifact is None:
@@ -121,7 +124,7 @@ class Artifact:
         return hashlib.sha256(state.encode()).hexdigest()
 
     def names(self) -> list[str]:
-        """Names of all files, in the order in which they were written."""
+        """Names of all files, sorted."""
         return list(self.files)
 
 
@@ -149,9 +152,8 @@ class ArtifactWriter:
         self.fingerprint = fingerprint(stage, settings, inputs)
         self._files: dict[str, dict[str, Any]] = {}
         self._begun = False
-        state = None if afresh else _read(directory / UNFINISHED)
-        if state and state.get("fingerprint") == self.fingerprint and not finished(directory):
-            self._files, self._begun = state.get("files", {}), True
+        if not afresh and not finished(directory) and self._owns(UNFINISHED):
+            self._files, self._begun = self._noted(), True
 
     def begin(self) -> None:
         """Make the directory this work's own; work of another kind in it is set aside."""
@@ -160,9 +162,36 @@ class ArtifactWriter:
             self._begun = True
             self._save_marker()
 
+    def begin_shared(self) -> None:
+        """As `begin`, by all processes of the run, each of which may write files of its own then.
+
+        After a `ranks.wait()` the first one finishes the artifact, with the files of all.
+        """
+        if ranks.first():
+            self.begin()
+            self._files = {name: entry for name, entry in self._files.items() if self.has(name)}
+            self._save_marker()  # with what an earlier run's other processes have left
+            for path in self.directory.glob(OTHERS):
+                path.unlink()
+        ranks.wait()
+        self._files, self._begun = self._noted(), True
+
+    def _owns(self, name: str) -> bool:
+        state = read_json(self.directory / name)
+        return state is not None and state.get("fingerprint") == self.fingerprint
+
+    def _noted(self) -> dict[str, dict[str, Any]]:
+        """Files that all processes have finished so far."""
+        others = sorted(path.name for path in self.directory.glob(OTHERS))
+        files: dict[str, dict[str, Any]] = {}
+        for name in filter(self._owns, [UNFINISHED, *others]):
+            files |= (read_json(self.directory / name) or {}).get("files", {})
+        return files
+
     def _save_marker(self) -> None:
         state = {"fingerprint": self.fingerprint, "files": self._files}
-        write_atomically(self.directory / UNFINISHED, json.dumps(state, indent=1).encode())
+        name = UNFINISHED if ranks.first() else OTHERS.replace("*", str(ranks.rank()))
+        write_atomically(self.directory / name, json.dumps(state, indent=1).encode())
 
     def has(self, name: str) -> bool:
         """Whether `name` was already finished, by this run or by one that was interrupted."""
@@ -201,6 +230,7 @@ class ArtifactWriter:
     ) -> Artifact:
         """Write the manifest, after which the artifact exists."""
         self.begin()
+        files = self._files | {n: e for n, e in self._noted().items() if n not in self._files}
         manifest = {
             "format_version": FORMAT_VERSION,
             "stage": self.stage,
@@ -210,65 +240,23 @@ class ArtifactWriter:
             "counts": counts,
             "facts": facts,
             "seconds": round(seconds, 3),
-            "files": self._files,
+            "files": dict(sorted(files.items())),
         }
-        write_atomically(
-            self.directory / MANIFEST, json.dumps(manifest, indent=1, default=str).encode()
-        )
-        (self.directory / UNFINISHED).unlink(missing_ok=True)
+        manifest = json.loads(json.dumps(manifest, default=str))
+        manifest[CHECKSUM] = manifest_sha(manifest)
+        write_atomically(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+        for path in (self.directory / UNFINISHED, *self.directory.glob(OTHERS)):
+            path.unlink(missing_ok=True)
         shutil.rmtree(self.directory / SCRATCH, ignore_errors=True)
         return Artifact.open(self.directory)
 
 
-def finished(directory: Path) -> bool:
-    """Whether a directory holds a finished artifact (its files may be damaged)."""
-    return (directory / MANIFEST).exists()
+def manifest_sha(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest's content, as JSON reads it, without the entry for itself."""
+    content = {key: value for key, value in manifest.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def recorded_settings(directory: Path) -> dict[str, Any]:
     """What a finished artifact says it was made with; nothing where there is none to read."""
-    return (_read(directory / MANIFEST) or {}).get("settings", {})
-
-
-def set_aside(directory: Path) -> None:
-    """Move a directory out of the way, replacing an older one there."""
-    if directory.exists() and any(directory.iterdir()):
-        kind = "previous" if finished(directory) else "unfinished"
-        _move(directory, directory.with_name(f"{directory.name}.{kind}"))
-
-
-def bring_back(directory: Path, wanted: str) -> bool:
-    """Bring back set-aside work of the fingerprint `wanted`, in exchange for what is there.
-
-    Returns whether there was such work. Does nothing where the directory itself holds it.
-    """
-
-    def holds(place: Path) -> bool:
-        state = _read(place / (MANIFEST if finished(place) else UNFINISHED))
-        return state is not None and state.get("fingerprint") == wanted
-
-    if holds(directory):
-        return False
-    for kind in ("previous", "unfinished"):
-        aside = directory.with_name(f"{directory.name}.{kind}")
-        if holds(aside):
-            moving = directory.with_name(f"{directory.name}.returning")
-            _move(aside, moving)
-            set_aside(directory)
-            _move(moving, directory)
-            return True
-    return False
-
-
-def _move(source: Path, target: Path) -> None:
-    if target.exists():
-        shutil.rmtree(target)
-    source.rename(target)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        state = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return state if isinstance(state, dict) else None
+    return (read_json(directory / MANIFEST) or {}).get("settings", {})

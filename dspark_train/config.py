@@ -53,8 +53,17 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class CaptureConfig:
-    """Which layers are tapped and how features are stored. `taps` overrides `num_taps`."""
+    """Which layers are tapped and how features are kept. `taps` overrides `num_taps`.
 
+    `mode` is "offline" (features are stored) or "online" (the target computes them while training,
+    on `device` if that is given). `dtype` is float32, bfloat16, fp8 or int8. With `batch_tokens=1`
+    every document has a forward pass of its own. `plan` only prints what a capture would take.
+    """
+
+    mode: str = "offline"
+    device: str | None = None
+    plan: bool = False
+    drop_degenerate: bool = False
     num_taps: int = 5
     taps: list[int] | None = None
     dtype: str = "bfloat16"

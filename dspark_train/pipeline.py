@@ -7,14 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark_train import ranks
-from dspark_train.artifacts import (
-    Artifact,
-    ArtifactWriter,
-    bring_back,
-    fingerprint,
-    finished,
-    recorded_settings,
-)
+from dspark_train.artifacts import Artifact, ArtifactWriter, fingerprint, recorded_settings
+from dspark_train.aside import bring_back, finished
 from dspark_train.config import Config
 from dspark_train.disk import full_disk_explained
 from dspark_train.drafter import load_config

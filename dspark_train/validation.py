@@ -8,7 +8,8 @@ from dspark_train.decoding.loading import ProposerName
 from dspark_train.drafter.config import MARKOV_HEADS
 
 DTYPES = ("float32", "bfloat16", "float16")
-STORED = ("float32", "bfloat16")
+STORED = ("float32", "bfloat16", "fp8", "int8")
+MODES = ("offline", "online")
 SCHEDULES = ("joint", "staged")
 PROPOSERS = get_args(ProposerName)
 
@@ -48,6 +49,7 @@ def _data(config: Config) -> Iterator[Check]:
         "rollout", r, "samples_per_prompt", "max_new_tokens", "batch_size", "shard_prompts"
     )
     yield c.dtype in STORED, "capture.dtype", c.dtype, f"one of {STORED}"
+    yield c.mode in MODES, "capture.mode", c.mode, f"one of {MODES}"
     ordered = c.taps is None or (c.taps == sorted(set(c.taps)) and min(c.taps, default=-1) >= 0)
     yield ordered, "capture.taps", c.taps, "null, or layers from 0 on in ascending order"
     yield from _positive("capture", c, "num_taps", "batch_tokens", "max_length", "shard_mb")

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from dspark_train import artifacts
-from dspark_train.artifacts import Artifact, ArtifactWriter, bring_back
+from dspark_train.artifacts import Artifact, ArtifactWriter
+from dspark_train.aside import bring_back
 from dspark_train.disk import check_space, full_disk_explained, write_atomically
 
 LETTERS = ("a", "b", "c")
@@ -185,7 +186,7 @@ def damage(place: Path, change: str) -> None:
         ("manifest binary", r"stage/manifest\.json is damaged"),
         ("no facts", r"stage/manifest\.json is damaged \(KeyError\('facts'\)\)"),
         ("files list", r"stage/manifest\.json is damaged"),
-        ("version", r"manifest\.json has format version 99, this is version 1: redo"),
+        ("version", r"manifest\.json has format version 99, this is version 2: redo"),
     ],
 )
 def test_damage_is_refused_by_name(place: Path, change: str, message: str) -> None:

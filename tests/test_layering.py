@@ -14,7 +14,7 @@ PACKAGE = Path(dspark_train.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # from the bottom up; what shares a line does not know each other
 LAYERS = (
-    ("blocks", "disk", "ranks"),
+    ("blocks", "disk", "ranks", "aside"),
     ("artifacts",),
     ("target",),
     ("objective", "drafter"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark_train.artifacts import Artifact
+from dspark_train.artifacts import Artifact, manifest_sha
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.disk import sha256_file
 from dspark_train.target import Target
@@ -189,6 +189,7 @@ def test_other_contents_upstream_redo_what_was_made_of_them(
     shard.write_text("".join(json.dumps(row) + "\n" for row in rows))
     entry = {"bytes": shard.stat().st_size, "sha256": sha256_file(shard)}
     state["files"][shard.name] = entry
+    state["manifest_sha256"] = manifest_sha(state)
     manifest.write_text(json.dumps(state))
     ended = tiny_run_finished("stages=[rollout,capture]")
     assert ended.status == 0, ended

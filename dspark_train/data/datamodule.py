@@ -9,8 +9,12 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
 from dspark_train.config import TrainConfig
+from dspark_train.data.ahead import one_ahead
 from dspark_train.data.batch import Batch, collate
+from dspark_train.data.online import OnlineFeatures
 from dspark_train.data.store import FeatureStore
+
+Features = FeatureStore | OnlineFeatures
 
 # documents of like length meet in a batch: sort within windows of this many batches
 BUCKET_BATCHES = 16
@@ -51,9 +55,10 @@ class Batches(Dataset):
     """Batch number i of a fixed schedule of (epoch, document numbers)."""
 
     def __init__(
-        self, store: FeatureStore, schedule: list[tuple[int, list[int]]], settings: TrainConfig
+        self, store: Features, schedule: list[tuple[int, list[int]]], settings: TrainConfig
     ) -> None:
         self.store, self.schedule, self.settings = store, schedule, settings
+        self.online = isinstance(store, OnlineFeatures)
 
     def __len__(self) -> int:
         return len(self.schedule)
@@ -61,7 +66,7 @@ class Batches(Dataset):
     def __getitem__(self, index: int) -> Batch:
         epoch, numbers = self.schedule[index]
         return collate(
-            [self.store.document(n) for n in numbers],
+            self.store.documents(numbers),
             numbers,
             anchors=self.settings.anchors,
             row_tokens=self.settings.row_tokens,
@@ -88,18 +93,29 @@ def ignore_interrupt(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-class ResumableLoader(DataLoader):
-    """Continues after the last batch it delivered when Lightning restores its state."""
+class Loader(DataLoader):
+    """Batches of a schedule in order; online ones are made while the one before is trained on."""
 
     def __init__(self, batches: Batches, workers: int) -> None:
+        # a target is not sent to loading workers: it works on a thread of this process
+        self.online = batches.online
         super().__init__(
             batches,
             batch_size=None,
             sampler=From(len(batches)),
-            num_workers=workers,
+            num_workers=0 if self.online else workers,
             worker_init_fn=ignore_interrupt,
         )
-        self.delivered = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        loaded = super().__iter__()
+        return one_ahead(loaded) if self.online else loaded
+
+
+class ResumableLoader(Loader):
+    """Continues after the last batch it delivered when Lightning restores its state."""
+
+    delivered = 0
 
     def __iter__(self) -> Iterator[Batch]:
         self.delivered = self.sampler.start
@@ -124,7 +140,7 @@ class FeatureData(LightningDataModule):
         ValueError: nothing is left to train on.
     """
 
-    def __init__(self, store: FeatureStore, settings: TrainConfig, epochs: int) -> None:
+    def __init__(self, store: Features, settings: TrainConfig, epochs: int) -> None:
         super().__init__()
         self.store, self.settings = store, settings
         train, held = split_validation(store.identities, settings.validation)
@@ -152,10 +168,5 @@ class FeatureData(LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         return ResumableLoader(self.train_batches, self.settings.workers)
 
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(
-            self.validation_batches,
-            batch_size=None,
-            num_workers=self.settings.workers,
-            worker_init_fn=ignore_interrupt,
-        )
+    def val_dataloader(self) -> Loader:
+        return Loader(self.validation_batches, self.settings.workers)

@@ -8,6 +8,8 @@ Tensors of a shard with N documents and T tokens in total:
 | `loss_mask` | uint8 | [T] | 1 = supervised token |
 | `features` | stored dtype | [T, M·D] | outputs of the tapped layers |
 | `last_hidden` | stored dtype | [T', D] | after the final norm, rows p with loss_mask[p + 1] = 1 |
+| `features_scales` | float32 | [T, M] | only in eight bits, see `encoding.py` |
+| `last_hidden_scales` | float32 | [T', 1] | only in eight bits |
 | `row_splits` | int64 | [N + 1] | document n has tokens row_splits[n] … row_splits[n + 1] |
 | `hidden_splits` | int64 | [N + 1] | the same for the rows of `last_hidden` |
 
@@ -24,12 +26,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from dspark_train.data.encoding import LARGEST, STORED, decode
+
 DTYPES = {
     "I32": torch.int32,
     "U8": torch.uint8,
     "I64": torch.int64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
 }
 FIXED = {
     "input_ids": torch.int32,
@@ -37,7 +43,6 @@ FIXED = {
     "row_splits": torch.int64,
     "hidden_splits": torch.int64,
 }
-STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PREFIX = "features-"
 METADATA = "dspark"
 LENGTH_BYTES = 8
@@ -45,13 +50,13 @@ LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a store; the tensors are views of the file.
+    """One document of a store; the tensors are views of the file, unless they had to be decoded.
 
     Attributes:
         input_ids: [T] int32.
         loss_mask: [T] uint8, 1 = supervised token.
-        features: [T, M·D] in the stored dtype.
-        last_hidden: [T', D] in the stored dtype.
+        features: [T, M·D] in the stored dtype, bfloat16 where that is eight bits.
+        last_hidden: [T', D], the same.
         label_rows: [T'] int64, the position in the document of each row of `last_hidden`.
     """
 
@@ -67,18 +72,8 @@ def label_rows(loss_mask: torch.Tensor) -> torch.Tensor:
     return loss_mask[1:].nonzero().squeeze(-1)
 
 
-def write_shard(path: Path, identities: Sequence[str], documents: Sequence[Document]) -> None:
-    """Write documents to a safetensors file; the same documents give the same bytes."""
-    lengths = torch.tensor([0, *(len(d.input_ids) for d in documents)])
-    hidden = torch.tensor([0, *(len(d.last_hidden) for d in documents)])
-    tensors = {
-        "input_ids": torch.cat([d.input_ids for d in documents]),
-        "loss_mask": torch.cat([d.loss_mask for d in documents]),
-        "features": torch.cat([d.features for d in documents]),
-        "last_hidden": torch.cat([d.last_hidden for d in documents]),
-        "row_splits": lengths.cumsum(0),
-        "hidden_splits": hidden.cumsum(0),
-    }
+def write_shard(path: Path, identities: Sequence[str], tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file of the tensors above; the same tensors give the same bytes."""
     # One entry only: the library does not keep the order of several.
     save_file(tensors, path, metadata={METADATA: json.dumps({"identities": list(identities)})})
 
@@ -126,6 +121,11 @@ class Shard:
         # A process that gets a pickled shard maps the file itself, instead of receiving its bytes.
         return Shard, (self.path,)
 
+    def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the token ids and the loss mask of one document."""
+        rows = slice(*self._row_splits[index : index + 2])
+        return self._tensors["input_ids"][rows], self._tensors["loss_mask"][rows]
+
     def document(self, index: int) -> Document:
         """Views of one document's part of the file; nothing is read until they are used.
 
@@ -145,10 +145,14 @@ class Shard:
         return Document(
             input_ids=self._tensors["input_ids"][rows],
             loss_mask=mask,
-            features=self._tensors["features"][rows],
-            last_hidden=self._tensors["last_hidden"][hidden],
+            features=self._decoded("features", rows),
+            last_hidden=self._decoded("last_hidden", hidden),
             label_rows=labels,
         )
+
+    def _decoded(self, name: str, rows: slice) -> torch.Tensor:
+        scales = self._tensors.get(f"{name}_scales")
+        return decode(self._tensors[name][rows], None if scales is None else scales[rows])
 
     def check_finite(self) -> None:
         """Read everything and look for values that are not finite.
@@ -172,6 +176,10 @@ class Shard:
             raise ValueError(f"features are stored as {tensors['features'].dtype}")
         if len(tensors["loss_mask"]) != tokens or len(tensors["features"]) != tokens:
             raise ValueError("input_ids, loss_mask and features differ in length")
+        for name in ("features", "last_hidden"):
+            scaled, scales = tensors[name].dtype in LARGEST, tensors.get(f"{name}_scales")
+            if scaled and (scales is None or len(scales) != len(tensors[name])):
+                raise ValueError(f"{name} have no scale for every row")
         rows = len(tensors["last_hidden"])
         for splits, total in ((self._row_splits, tokens), (self._hidden_splits, rows)):
             ordered = splits == sorted(splits) and splits[:1] == [0] and splits[-1] == total

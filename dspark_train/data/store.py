@@ -1,14 +1,16 @@
 """The feature store: what the target computed for every document, written once, read by mmap."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
+import torch
+
 from dspark_train.artifacts import Artifact
 from dspark_train.data.shard import PREFIX, Document, Shard
-from dspark_train.data.writer import FeatureWriter
 
-__all__ = ["Document", "FeatureStore", "FeatureWriter"]
+__all__ = ["Document", "FeatureStore"]
 
 
 class FeatureStore:
@@ -61,11 +63,23 @@ class FeatureStore:
             ValueError: if its mask contradicts its rows of last hidden states.
             IndexError: if there is no such document.
         """
+        shard, index = self._place(number)
+        return shard.document(index)
+
+    def tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids int32 `[T]` and loss mask uint8 `[T]` of one document."""
+        shard, index = self._place(number)
+        return shard.tokens(index)
+
+    def _place(self, number: int) -> tuple[Shard, int]:
         if not 0 <= number < len(self):
             raise IndexError(f"document {number} of {len(self)} in {self.directory}")
         shard = bisect_right(self._ends, number)
-        first = self._ends[shard] - len(self._shards[shard])
-        return self._shards[shard].document(number - first)
+        return self._shards[shard], number - self._ends[shard] + len(self._shards[shard])
+
+    def documents(self, numbers: Sequence[int]) -> list[Document]:
+        """Several documents, as `document` gives them."""
+        return [self.document(number) for number in numbers]
 
     def verify(self) -> None:
         """Read every byte: compare the shards with their checksums and look for NaN and Inf.

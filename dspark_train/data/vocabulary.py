@@ -2,10 +2,10 @@
 
 import torch
 
-from dspark_train.data.store import FeatureStore
+from dspark_train.data.datamodule import Features
 
 
-def frequent_tokens(store: FeatureStore, size: int, vocabulary: int) -> tuple[torch.Tensor, float]:
+def frequent_tokens(store: Features, size: int, vocabulary: int) -> tuple[torch.Tensor, float]:
     """The tokens that the responses use most.
 
     Args:
@@ -26,9 +26,8 @@ def frequent_tokens(store: FeatureStore, size: int, vocabulary: int) -> tuple[to
         )
     counts = torch.zeros(vocabulary, dtype=torch.int64)
     for number in range(len(store)):
-        document = store.document(number)
-        used = document.input_ids[document.loss_mask.bool()].long()
-        counts += torch.bincount(used, minlength=vocabulary)
+        input_ids, loss_mask = store.tokens(number)
+        counts += torch.bincount(input_ids[loss_mask.bool()].long(), minlength=vocabulary)
     # stable: of equally frequent tokens the ones with the lower ids
     chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
     return chosen, float(counts[chosen].sum() / counts.sum().clamp(min=1))

@@ -6,8 +6,8 @@ from typing import Any
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
-from dspark_train.data.store import FeatureStore
 from dspark_train.drafter import load_drafter
+from dspark_train.stages.features import open_features
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target
 from dspark_train.stages.train import train_part, train_settings
@@ -31,15 +31,15 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     target = load_target(config)
     require_same_target(target, capture.facts["target"], str(capture.directory))
     drafter = load_drafter(train.folder("drafter"))
-    head = target.head
-    del target  # the rest of it need not stay in memory while training
+    head, features = target.head, open_features(config, capture, target)
+    del target  # unless it computes features, the rest of it need not stay in memory
     anchors = config.heads.anchors or config.train.anchors
     return train_part(
         replace(config, train=replace(config.train, anchors=anchors)),
         writer,
         drafter,
         head,
-        FeatureStore(capture),
+        features,
         part="heads",
         epochs=config.heads.epochs,
         lr=config.heads.lr,

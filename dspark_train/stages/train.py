@@ -8,10 +8,10 @@ import torch
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
-from dspark_train.data.store import FeatureStore
 from dspark_train.data.vocabulary import frequent_tokens
 from dspark_train.disk import check_space
 from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.stages.features import Features, open_features
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import device, load_target, require_same_target
 from dspark_train.target import Target, TargetHead
@@ -93,13 +93,12 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     require_same_target(target, capture.facts["target"], str(capture.directory))
     torch.manual_seed(config.train.seed)  # the first weights
     drafter = Drafter(drafter_config(config, target, capture.facts))
-    store = FeatureStore(capture)
+    head, store = target.head, open_features(config, capture, target)
+    del target  # unless it computes features, the rest of it need not stay in memory
     kept = None
     if size := drafter.config.draft_vocab_size:
         ids, kept = frequent_tokens(store, size, drafter.config.vocab_size)
         drafter.draft_only(ids)
-    head = target.head
-    del target  # the rest of it need not stay in memory while training
     outcome = train_part(
         config,
         writer,
@@ -122,7 +121,7 @@ def train_part(
     writer: ArtifactWriter,
     drafter: Drafter,
     head: TargetHead,
-    store: FeatureStore,
+    store: Features,
     *,
     part: str,
     epochs: int,

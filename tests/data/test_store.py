@@ -1,20 +1,26 @@
 """The feature store: what is written is read back bit by bit, and damage is noticed."""
 
 import pickle
-from collections.abc import Iterable
+import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
-from dspark_train.data.store import FeatureStore, FeatureWriter
+from dspark_train.data.encoding import STORED, decode, encode, token_bytes
+from dspark_train.data.layout import document_bytes
+from dspark_train.data.shard import label_rows
+from dspark_train.data.store import FeatureStore
+from dspark_train.data.writer import FeatureWriter, shard_name
 from dspark_train.target import Target
 from tests import tiny_language
 
-WIDTH, HIDDEN = 12, 4
+WIDTH, HIDDEN, TAPS = 12, 4, 2
 Row = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -39,20 +45,32 @@ def artifact_writer(directory: Path) -> ArtifactWriter:
     return ArtifactWriter(directory, "capture", {"taps": [1]}, {"rollout": "abc"})
 
 
-def store(directory: Path, documents: Iterable[Row], **settings: object) -> FeatureStore:
+def fill(
+    writer: ArtifactWriter, documents: list[Row], dtype: str = "bfloat16", per_shard: int = 100
+) -> None:
+    """Write documents, so many to a shard, apart from the shards that are there."""
+    with FeatureWriter(writer, dtype=dtype, taps=TAPS) as features:
+        for number, start in enumerate(range(0, len(documents), per_shard)):
+            if not writer.has(shard_name(number)):
+                members = documents[start : start + per_shard]
+                labels = [len(label_rows(mask)) for _, _, mask, *_ in members]
+                features.begin(number, [len(ids) for _, ids, *_ in members], labels)
+                for document in members:
+                    features.add(*document)
+
+
+def store(directory: Path, documents: list[Row], **settings: Any) -> FeatureStore:
     writer = artifact_writer(directory)
-    features = FeatureWriter(writer, **settings)
-    for document in documents:
-        features.add(*document)
-    return FeatureStore(writer.finish(counts=features.close(), facts={}))
+    fill(writer, documents, **settings)
+    return FeatureStore(writer.finish(counts={}, facts={}))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shard_bytes", [1, 1000, 2**20])
-def test_what_is_written_is_read(tmp_path: Path, dtype: str, shard_bytes: int) -> None:
+@pytest.mark.parametrize("per_shard", [1, 7, 20])
+def test_what_is_written_is_read(tmp_path: Path, dtype: str, per_shard: int) -> None:
     """Fault 24: stored and read features are bit-equal to the captured ones in that dtype."""
     documents = rows(20)
-    read = store(tmp_path / "capture", documents, dtype=dtype, shard_bytes=shard_bytes)
+    read = store(tmp_path / "capture", documents, dtype=dtype, per_shard=per_shard)
     assert len(read) == 20
     assert read.identities == [identity for identity, *_ in documents]
     assert read.lengths == [len(ids) for _, ids, *_ in documents]
@@ -70,22 +88,58 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: str, shard_bytes: int) -
     read.verify()
 
 
-def test_shards_are_closed_by_bytes_and_counted(tmp_path: Path) -> None:
-    one = rows(1)[0]
-    documents = [one] * 10
-    size = sum(t.nbytes for t in (one[1].int(), one[2].byte(), one[3])) + 16 * one[2][1:].sum()
-    directory = tmp_path / "capture"
-    read = store(directory, documents, dtype="float32", shard_bytes=int(size) * 3)
-    shards = sorted(directory.glob("*.safetensors"))
-    assert [shard.name for shard in shards] == [f"features-0000{i}.safetensors" for i in range(4)]
-    counts = Artifact.open(directory).counts
-    assert counts == {
-        "documents": 10,
-        "tokens": read.num_tokens,
-        "label_rows": 10 * int(one[2][1:].sum()),
-        "shards": 4,
-        "bytes": sum(shard.stat().st_size for shard in shards),
-    }
+@pytest.mark.parametrize(("dtype", "most"), [("fp8", 2**-4), ("int8", 0.5 / 127)])
+def test_eight_bits_are_as_exact_as_their_format(tmp_path: Path, dtype: str, most: float) -> None:
+    """A scale per row and tap: a huge value in one layer costs the other layers nothing.
+
+    fp8 has three bits behind the point, so numbers are off by at most 1/16 of themselves; int8 by
+    half a step of 1/127 of the largest in the row and tap. bfloat16, into which both are decoded,
+    adds 1/256.
+    """
+    documents = rows(20)
+    for _, _, _, features, _ in documents:
+        features[:, 0] *= 1e7
+    read = store(tmp_path / "capture", documents, dtype=dtype, per_shard=7)
+    for number, (_, ids, mask, features, hidden) in enumerate(documents):
+        document = read.document(number)
+        assert document.features.dtype == document.last_hidden.dtype == torch.bfloat16
+        wanted = [p for p in range(len(ids) - 1) if mask[p + 1]]
+        for found, true, groups in (
+            (document.features, features, TAPS),
+            (document.last_hidden, hidden[wanted], 1),
+        ):
+            found, true = (x.float().unflatten(-1, (groups, -1)) for x in (found, true))
+            largest = true.abs().amax(-1, keepdim=True)
+            of = true.abs().clamp(min=2**-6 / 448 * largest) if dtype == "fp8" else largest
+            assert ((found - true).abs() <= most * of + true.abs() / 256).all()
+        # the planted fault: one scale for the whole row would lose the second layer
+        spoilt = decode(*encode(features, dtype, 1)).float()[:, WIDTH // TAPS :]
+        assert (spoilt - features[:, WIDTH // TAPS :]).norm() > 0.2 * spoilt.norm()
+
+
+def test_bytes_of_the_file_are_those_that_were_planned(tmp_path: Path) -> None:
+    documents = rows(50)
+    lengths = [len(ids) for _, ids, *_ in documents]
+    labels = [len(label_rows(mask)) for _, _, mask, *_ in documents]
+    for dtype in STORED:
+        store(tmp_path / dtype, documents, dtype=dtype)
+        planned = sum(
+            document_bytes(t, n, dtype=dtype, hidden_size=HIDDEN, taps=TAPS)
+            for t, n in zip(lengths, labels, strict=True)
+        )
+        # of shape [T, M·D] with M = 2 taps of 6 columns here, where D is 4
+        planned += sum(lengths) * STORED[dtype].itemsize * (WIDTH - TAPS * HIDDEN)
+        tensors = load_file(tmp_path / dtype / "features-00000.safetensors")
+        splits = tensors["row_splits"].nbytes + tensors["hidden_splits"].nbytes
+        assert sum(t.nbytes for t in tensors.values()) - splits == planned
+
+
+def test_qwen3_4b_takes_less_than_half_of_what_others_store() -> None:
+    """30,726 bytes a token: five taps and the last hidden state of every token in bfloat16."""
+    assert token_bytes("bfloat16", 2560, 5, supervised=1.0) + 1 == 30_726
+    # at most 98 of 100 tokens are supervised: a prompt has a template at least
+    assert token_bytes("fp8", 2560, 5, supervised=0.98) <= 30_726 // 2
+    assert token_bytes("int8", 2560, 5, supervised=0.98) <= 30_726 // 2
 
 
 def test_a_shard_is_an_ordinary_safetensors_file(tmp_path: Path) -> None:
@@ -118,61 +172,96 @@ def test_a_pickled_store_holds_no_data(tmp_path: Path) -> None:
 
 def test_the_caller_may_reuse_its_tensors(tmp_path: Path) -> None:
     writer = artifact_writer(tmp_path / "capture")
-    features = FeatureWriter(writer, dtype="float32")
     identity, ids, mask, states, hidden = rows(1)[0]
     expected = states.clone()
-    features.add(identity, ids, mask, states, hidden)
-    states.zero_()
-    read = FeatureStore(writer.finish(counts=features.close(), facts={}))
+    with FeatureWriter(writer, dtype="float32", taps=TAPS) as features:
+        features.begin(0, [len(ids)] * 2, [len(label_rows(mask))] * 2)
+        features.add(identity, ids, mask, states, hidden)
+        states.zero_()
+        features.add(identity, ids, mask, states, hidden)
+    read = FeatureStore(writer.finish(counts={}, facts={}))
     assert torch.equal(read.document(0).features, expected)
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 7, 12, 19])
 def test_interrupted_work_ends_with_the_same_files(tmp_path: Path, killed_after: int) -> None:
     documents = rows(20)
-    whole = store(tmp_path / "whole", documents, shard_bytes=800)
+    store(tmp_path / "whole", documents, per_shard=4)
     directory = tmp_path / "capture"
-    killed = FeatureWriter(artifact_writer(directory), shard_bytes=800)
-    for document in documents[:killed_after]:
-        killed.add(*document)
-    writer = artifact_writer(directory)
-    resumed = FeatureWriter(writer, shard_bytes=800)
-    assert resumed.done <= killed_after
-    for document in documents[resumed.done :]:
-        resumed.add(*document)
-    again = FeatureStore(writer.finish(counts=resumed.close(), facts={}))
-    assert again.identities == whole.identities
+    fill(artifact_writer(directory), documents[: killed_after // 4 * 4], per_shard=4)
+    store(directory, documents, per_shard=4)
     expected, found = Artifact.open(tmp_path / "whole"), Artifact.open(directory)
-    assert found.manifest["files"] == expected.manifest["files"]
-    assert found.counts == expected.counts
+    assert found.manifest == {**expected.manifest, "seconds": found.seconds}
+
+
+def test_two_shards_are_in_memory_never_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third shard is not begun before the first is on disk, however slow that is."""
+    written, ahead = [], []
+
+    def slow(path: Path, *_: Any) -> None:
+        time.sleep(0.02)
+        path.write_bytes(b"x")
+        written.append(path)
+
+    monkeypatch.setattr("dspark_train.data.writer.write_shard", slow)
+    with FeatureWriter(artifact_writer(tmp_path / "c"), dtype="float32", taps=TAPS) as features:
+        for number, (identity, ids, mask, states, hidden) in enumerate(rows(8)):
+            features.begin(number, [len(ids)], [len(label_rows(mask))])
+            features.add(identity, ids, mask, states, hidden)
+            ahead.append(number + 1 - len(written))
+    assert len(written) == 8
+    assert max(ahead) == 1  # handed over and not yet written, beside the one that is filled
+
+
+def test_what_goes_wrong_on_the_thread_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills up between two shards: the first stays usable, the message says what to do."""
+    documents, writer = rows(3), artifact_writer(tmp_path / "capture")
+    usage, free = shutil.disk_usage(tmp_path), [10**9, 10, 10]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free.pop(0)))
+    with pytest.raises(ValueError, match=r"the next shard needs .* free some space"):
+        fill(writer, documents, per_shard=1)
+    assert writer.has(shard_name(0))
+    assert not writer.has(shard_name(1))
+    monkeypatch.undo()
+    read = store(tmp_path / "capture", documents, per_shard=1)
+    assert read.identities == [identity for identity, *_ in documents]
 
 
 def test_nan_and_inf_are_refused_by_name(tmp_path: Path) -> None:
     """Fault 47."""
-    writer = FeatureWriter(artifact_writer(tmp_path / "capture"))
     ids, mask = torch.arange(5), torch.tensor([0, 0, 1, 1, 1])
     features, hidden = torch.randn(5, WIDTH), torch.randn(5, HIDDEN)
-    bad = features.clone()
-    bad[3, 2] = float("nan")
-    with pytest.raises(ValueError, match="document p7: features at position 3, column 2 is nan"):
-        writer.add("p7", ids, mask, bad, hidden)
-    bad = hidden.clone()
-    bad[2, 1] = float("-inf")
-    with pytest.raises(ValueError, match="p7: last_hidden at position 2, column 1 is -inf"):
-        writer.add("p7", ids, mask, features, bad)
-    assert writer.close()["documents"] == 0
+    with FeatureWriter(artifact_writer(tmp_path / "c"), dtype="bfloat16", taps=TAPS) as writer:
+        writer.begin(0, [5], [3])
+        bad = features.clone()
+        bad[3, 2] = float("nan")
+        with pytest.raises(ValueError, match="document p7: features at position 3, column 2 is na"):
+            writer.add("p7", ids, mask, bad, hidden)
+        bad = hidden.clone()
+        bad[2, 1] = float("-inf")
+        with pytest.raises(ValueError, match="p7: last_hidden at position 2, column 1 is -inf"):
+            writer.add("p7", ids, mask, features, bad)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    artifact = artifact_writer(tmp_path / "capture")
-    with pytest.raises(ValueError, match=r"capture\.dtype='int8'"):
-        FeatureWriter(artifact, dtype="int8")
-    writer = FeatureWriter(artifact)
+def test_what_was_not_planned_is_refused(tmp_path: Path) -> None:
+    writer = artifact_writer(tmp_path / "capture")
     identity, ids, mask, features, hidden = rows(1)[0]
-    with pytest.raises(ValueError, match=r"prompt-0: .* must have one row a token"):
-        writer.add(identity, ids[:-1], mask, features, hidden)
+    labels = len(label_rows(mask))
+    with FeatureWriter(writer, dtype="fp8", taps=TAPS) as store_writer:
+        store_writer.begin(0, [len(ids)], [labels])
+        with pytest.raises(ValueError, match=r"prompt-0: rows of input_ids.* planned were"):
+            store_writer.add(identity, ids[:-1], mask, features, hidden)
+        with pytest.raises(ValueError, match=r"prompt-0: rows of input_ids.* planned were"):
+            store_writer.add(identity, ids, mask.zero_(), features, hidden)
+        with pytest.raises(ValueError, match="shard 0 still waits"):
+            store_writer.begin(1, [1], [1])
     with pytest.raises(ValueError, match="has no feature shards"):
-        FeatureStore(artifact.finish(counts=writer.close(), facts={}))
+        FeatureStore(writer.finish(counts={}, facts={}))
 
 
 def damaged(directory: Path, change: str) -> bytes:
