@@ -64,7 +64,7 @@ class _Exploration:
 
     def run(self) -> Outcome:
         with self.explorer.installed():
-            self._from(lambda: self.engine.start(self.request), {}, 1.0)
+            self._from(self._start, {}, 1.0)
         return self.outcome
 
     def _from(self, act: Callable[[], object], bounds: Bounds, weight: float) -> None:
@@ -101,8 +101,13 @@ class _Exploration:
                     self._from(self._round, dict(live), weight * share)
                     self._back(before)
 
+    def _start(self) -> None:
+        for left in tuple(self.engine.requests):
+            self.engine.remove(left)
+        self.engine.add([self.request])
+
     def _round(self) -> None:
-        self.engine.step(self.request)
+        self.engine.step()
 
     @contextmanager
     def _remembered(self) -> Iterator[None]:
@@ -149,7 +154,7 @@ class _Exploration:
         if hasattr(proposer, "cache"):
             proposer.cache.truncate([length - 1])
         else:
-            proposer.start(request.tokens)
+            proposer.start(0)
 
 
 def _merged(group: dict[tuple, list]) -> Iterator[tuple[tuple, float, list[int]]]:

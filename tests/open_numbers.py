@@ -17,8 +17,9 @@ from unittest import mock
 
 import torch
 
-from dspark_train.decoding import engine as engine_module
+from dspark_train.decoding import verdicts as verdicts_module
 from dspark_train.decoding.proposers import block as block_module
+from dspark_train.decoding.sampling import draw
 from dspark_train.decoding.verify import Verdict
 
 Key = tuple[int, str]
@@ -126,13 +127,17 @@ class Explorer:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within the context the engine's and the drafter's decisions are explored."""
-        draw, verify = engine_module.draw, engine_module.verify
+        verify = verdicts_module.verify
 
         def explored_draw(probs: torch.Tensor, u: Open) -> int:
             identity = ("draw", probs.numpy().tobytes())
             steps = probs.double().cumsum(0)
             guesses = (steps / steps[-1]).tolist()
             return self.choose(u.key, identity, lambda x: draw(probs, x), guesses).value
+
+        def explored_draws(rows: torch.Tensor, uniforms: list[Open]) -> torch.Tensor:
+            pairs = zip(rows, uniforms, strict=True)
+            return torch.tensor([explored_draw(probs, u) for probs, u in pairs])
 
         def explored_verify(
             target_probs: torch.Tensor,
@@ -156,8 +161,8 @@ class Explorer:
             return verify(target_probs, tokens, draft_probs, numbers)
 
         with (
-            mock.patch.object(engine_module, "draw", explored_draw),
-            mock.patch.object(engine_module, "verify", explored_verify),
-            mock.patch.object(block_module, "draw", explored_draw),
+            mock.patch.object(verdicts_module, "draw_rows", explored_draws),
+            mock.patch.object(verdicts_module, "verify", explored_verify),
+            mock.patch.object(block_module, "draw_rows", explored_draws),
         ):
             yield

@@ -13,12 +13,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from dspark_train.decoding import engine as engine_module
+from dspark_train.decoding import verdicts as verdicts_module
 from dspark_train.decoding import verify as verify_module
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer, LookupProposer, Proposal
 from dspark_train.decoding.proposers import block as block_module
-from dspark_train.decoding.sampling import SamplingSettings, warp
+from dspark_train.decoding.sampling import SamplingSettings, warp, warp_rows
 from dspark_train.drafter.selector import CandidateSelector
 from dspark_train.target import Target
 from tests.exploration import explore
@@ -204,20 +204,22 @@ def test_joining_histories_changes_nothing(block_engine):
 class RecordsRawProbabilities(BlockProposer):
     """Draws from the filtered distribution and records the one before the filters."""
 
-    def propose(self, tokens, settings, randomness, limit):
+    def propose(self, requests, limits):
         raw = []
 
         def recording_warp(logits, settings):
-            raw.append(warp(logits, SamplingSettings(settings.temperature)))
-            return warp(logits, settings)
+            raw.append(warp(logits, SamplingSettings(settings[0].temperature)))
+            return warp_rows(logits, settings)
 
-        with mock.patch.object(block_module, "warp", recording_warp):
-            proposal = super().propose(tokens, settings, randomness, limit)
-        return Proposal(proposal.tokens, torch.cat(raw))
+        with mock.patch.object(block_module, "warp_rows", recording_warp):
+            (proposal,) = super().propose(requests, limits)
+        return [Proposal(proposal.tokens, torch.cat(raw))]
 
 
 def shifted_by(rows: int):
-    return mock.patch.object(engine_module, "warp", lambda logits, s: warp(logits.roll(rows, 0), s))
+    return mock.patch.object(
+        verdicts_module, "warp_rows", lambda logits, s: warp_rows(logits.roll(rows, 0), s)
+    )
 
 
 FAULTS = {

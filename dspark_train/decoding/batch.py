@@ -1,25 +1,56 @@
-"""Plain sampling of many prompts at once: ragged rows, refilled as they finish."""
+"""Many requests through one engine: rows are refilled as they finish."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
-from dspark_train.decoding.cache import KVCache
-from dspark_train.decoding.randomness import keyed_uniforms, seed_array
-from dspark_train.decoding.request import FinishReason
-from dspark_train.decoding.sampling import (
-    SamplingSettings,
-    draw_rows,
-    most_likely,
-    usable_vocabulary,
-    warp,
-)
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.proposers import PlainProposer
+from dspark_train.decoding.request import FinishReason, Request
+from dspark_train.decoding.sampling import SamplingSettings, usable_vocabulary
+from dspark_train.decoding.stats import DecodingStats
 from dspark_train.target import Target
 
 # a pass over this many prompt tokens uses the hardware well, a larger one only takes memory
 _PREFILL_TOKENS = 1024
+
+
+def decode_all(
+    engine: Engine,
+    requests: Sequence[Request],
+    progress: Callable[[int, Request], None] | None = None,
+) -> list[DecodingStats]:
+    """Run requests to their ends, as many at a time as the engine has rows.
+
+    Args:
+        engine: with no request in it.
+        requests: not begun.
+        progress: called with (index, request) as each one finishes.
+
+    Returns:
+        The statistics of each; a request's seconds are its shares of the rounds it was in.
+    """
+    stats = [DecodingStats(requests=1, tokens=1) for _ in requests]
+    index = {id(request): i for i, request in enumerate(requests)}
+    # long prompts first: rows of like length share a pass, and the last ones to finish are short
+    waiting = sorted(range(len(requests)), key=lambda i: (requests[i].prompt_length, i))
+    while waiting or engine.requests:
+        fresh: list[Request] = []
+        while waiting and len(fresh) < engine.free:
+            if fresh and (len(fresh) + 1) * fresh[0].prompt_length > _PREFILL_TOKENS:
+                break
+            fresh.append(requests[waiting.pop()])
+        if fresh:
+            seconds = engine.add(fresh) / len(fresh)
+            for request in fresh:
+                stats[index[id(request)]].seconds["prefill"] = seconds
+        else:
+            for request, round_ in zip(engine.requests, engine.step(), strict=True):
+                stats[index[id(request)]].add(round_)
+        for request in engine.take_finished():
+            if progress is not None:
+                progress(index[id(request)], request)
+    return stats
 
 
 class Sampled(NamedTuple):
@@ -29,34 +60,6 @@ class Sampled(NamedTuple):
     finish_reason: FinishReason
 
 
-class _Row:
-    """A live request: where it came from and its tokens."""
-
-    def __init__(self, index: int, prompt: Sequence[int], limit: int) -> None:
-        self.index, self.tokens = index, list(prompt)
-        self.prompt_length, self.end = len(prompt), len(prompt) + limit
-        self.finished = False
-
-
-class _Sampler:
-    """Draws the next token of every row, as the engine draws without a proposal."""
-
-    def __init__(self, target: Target, settings: SamplingSettings, seeds: Sequence[int]) -> None:
-        self.target, self.settings, self.seeds = target, settings, seed_array(list(seeds))
-        self.vocabulary = usable_vocabulary(target.tokenizer, target.vocab_size)
-
-    def __call__(self, last_hidden: torch.Tensor, rows: Sequence[_Row]) -> list[int]:
-        """Tokens of n rows, from hidden states `[n, D]` of their last positions."""
-        logits = self.target.head.logits(last_hidden)[:, : self.vocabulary]
-        if self.settings.greedy:
-            return most_likely(logits).tolist()
-        seeds = self.seeds[[row.index for row in rows]]
-        positions = np.array([len(row.tokens) for row in rows], dtype=np.uint64)
-        uniforms = torch.from_numpy(keyed_uniforms(seeds, positions, "resample"))
-        return draw_rows(warp(logits, self.settings), uniforms.to(logits.device)).tolist()
-
-
-@torch.inference_mode()
 def generate_batch(
     target: Target,
     prompts: Sequence[Sequence[int]],
@@ -68,7 +71,7 @@ def generate_batch(
     seeds: Sequence[int],
     progress: Callable[[int, Sampled], None] | None = None,
 ) -> list[Sampled]:
-    """Sample one continuation per prompt.
+    """Sample one continuation per prompt, without drafts.
 
     A prompt's output depends on its own ids, its seed and the settings: a single request with the
     same seed gives the same tokens, up to what batching does to floating point.
@@ -90,88 +93,27 @@ def generate_batch(
         ValueError: lengths that differ, an empty prompt, or one that fills the context.
     """
     _check(target, prompts, slots, max_new_tokens, seeds)
-    sample, stops = _Sampler(target, settings, seeds), frozenset(eos_ids)
-    cache = KVCache(target.num_layers, num_rows=min(slots, max(len(prompts), 1)))
-    # long prompts first: rows of like length share a pass, and the last ones to finish are short
-    waiting = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
-    outputs: dict[int, Sampled] = {}
-    rows: list[_Row] = []
+    vocabulary = usable_vocabulary(target.tokenizer, target.vocab_size)
+    engine = Engine(target, PlainProposer(), vocabulary, rows=min(slots, max(len(prompts), 1)))
+    requests = [
+        Request(
+            list(prompt),
+            replace(settings, seed=seed),
+            min(max_new_tokens, target.max_positions - len(prompt)),
+            tuple(eos_ids),
+        )
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
 
-    def commit(row: _Row, token: int) -> None:
-        row.tokens.append(token)
-        row.finished = token in stops or len(row.tokens) == row.end
-        if row.finished:
-            reason = "stop" if token in stops else "length"
-            outputs[row.index] = Sampled(row.tokens[row.prompt_length :], reason)
-            if progress is not None:
-                progress(row.index, outputs[row.index])
+    def sampled(request: Request) -> Sampled:
+        return Sampled(request.new_tokens, request.finish_reason)
 
-    while waiting or rows:
-        fresh: list[_Row] = []
-        while waiting and len(rows) + len(fresh) < cache.num_rows:
-            prompt = prompts[waiting[-1]]
-            if fresh and (len(fresh) + 1) * fresh[0].prompt_length > _PREFILL_TOKENS:
-                break
-            room = target.max_positions - len(prompt)
-            fresh.append(_Row(waiting.pop(), prompt, min(max_new_tokens, room)))
-        if fresh:
-            read, hidden = fresh, _prefill(target, cache, len(rows), fresh)
-            rows += fresh
-        else:
-            read, hidden = rows, _advance(target, cache, rows)
-        for row, token in zip(read, sample(hidden, read), strict=True):
-            commit(row, token)
-        _drop_finished(cache, rows)
-    return [outputs[index] for index in range(len(prompts))]
-
-
-def _drop_finished(cache: KVCache, rows: list[_Row]) -> None:
-    """Keep the rows that go on, without gaps between them."""
-    # from the back, so that the row which fills a gap is one that goes on
-    for place in reversed(range(len(rows))):
-        if rows[place].finished:
-            last = rows.pop()
-            if place < len(rows):
-                rows[place] = last
-                cache.move_row(len(rows), place)
-
-
-def _prefill(target: Target, cache: KVCache, first: int, rows: Sequence[_Row]) -> torch.Tensor:
-    """Read prompts into the places from `first` on; hidden states `[n, D]` of their last tokens.
-
-    Shorter prompts are padded behind their end, where causal attention needs no mask; the cache
-    is then cut back to the true lengths.
-    """
-    lengths = [row.prompt_length for row in rows]
-    ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
-    for place, row in enumerate(rows):
-        ids[place, : row.prompt_length] = torch.tensor(row.tokens)
-    ids = ids.to(target.device)
-    cache.activate(first, first + len(rows))
-    cache.truncate([0] * len(rows))
-    cache.reserve(max(row.end for row in rows))
-    output = target.forward(ids, position_ids=_positions([0] * len(rows), ids), cache=cache)
-    cache.truncate(lengths)
-    last = torch.tensor(lengths, device=target.device) - 1
-    return output.last_hidden[torch.arange(len(rows), device=target.device), last]
-
-
-def _advance(target: Target, cache: KVCache, rows: Sequence[_Row]) -> torch.Tensor:
-    """Read each row's last token; returns hidden states `[n, D]`."""
-    cache.activate(0, len(rows))
-    ids = torch.tensor([[row.tokens[-1]] for row in rows], device=target.device)
-    output = target.forward(
-        ids,
-        position_ids=_positions(cache.active_lengths, ids),
-        attention_mask=cache.mask(1, target.dtype, target.device),
-        cache=cache,
+    decode_all(
+        engine,
+        requests,
+        progress and (lambda index, request: progress(index, sampled(request))),
     )
-    return output.last_hidden[:, -1]
-
-
-def _positions(starts: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
-    starts = torch.tensor(starts, device=ids.device)
-    return starts[:, None] + torch.arange(ids.shape[1], device=ids.device)
+    return [sampled(request) for request in requests]
 
 
 def _check(

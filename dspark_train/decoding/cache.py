@@ -129,19 +129,33 @@ class KVCache(Cache):
 
 
 class DraftCache(KVCache):
-    """The drafter's keys and values of context positions. Its length is its own."""
+    """The drafter's keys and values of context positions. Its lengths are its own."""
 
-    @property
-    def length(self) -> int:
-        """Positions held by its one row."""
-        return self.lengths[0]
+    def append(self, context: list[KeysValues], counts: Sequence[int]) -> None:
+        """Add keys and values `[n, H, q, d]` per layer to the active rows.
 
-    def append(self, context: list[KeysValues]) -> None:
-        """Add keys and values `[1, H, n, d]` per layer."""
+        Args:
+            counts: positions of each row that stand, at most q.
+        """
+        lengths = [
+            length + count for length, count in zip(self.active_lengths, counts, strict=True)
+        ]
         for layer, (keys, values) in zip(self.layers, context, strict=True):
             layer.update(keys, values)
+        self.truncate(lengths)
 
     def context(self) -> list[KeysValues]:
-        """Views `[1, H, length, d]` per layer."""
-        end = self.length
-        return [(layer.keys[:, :, :end], layer.values[:, :, :end]) for layer in self.layers]
+        """Views `[n, H, longest, d]` of the active rows per layer."""
+        (start, stop), end = self.active, max(self.active_lengths)
+        return [
+            (layer.keys[start:stop, :, :end], layer.values[start:stop, :, :end])
+            for layer in self.layers
+        ]
+
+    def visible(self, device: torch.device) -> torch.Tensor | None:
+        """Which positions of `context` a row holds, `[n, 1, longest]` bool; None: all of them."""
+        lengths = self.active_lengths
+        if min(lengths) == max(lengths):
+            return None
+        columns = torch.arange(max(lengths), device=device)
+        return columns < torch.tensor(lengths, device=device)[:, None, None]

@@ -1,4 +1,16 @@
-"""Rounds of one request: propose, one target pass over anchor and drafts, verdict, commit."""
+"""Rounds of a batch: propose, schedule, verify, commit.
+
+    engine = Engine(target, proposer, rows=16)
+    engine.add([request, other])        # reads the prompts, commits their first tokens
+    while engine.requests:
+        rounds = engine.step()          # one round of every request
+        for request in engine.take_finished():
+            ...
+
+Requests join and leave between rounds in any order. Each has its own sampler, seed, stops, length
+and proposal length (0 included); all of them share one drafter pass and one target pass a round.
+What a request gives does not depend on what shares the batch.
+"""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -8,104 +20,231 @@ import torch
 from dspark_train.decoding.cache import KVCache
 from dspark_train.decoding.proposers import Proposal, Proposer
 from dspark_train.decoding.request import Request
-from dspark_train.decoding.sampling import draw, most_likely, warp
+from dspark_train.decoding.scheduler import Fixed, Scheduler
 from dspark_train.decoding.stats import Round
-from dspark_train.decoding.verify import verify, verify_greedy
+from dspark_train.decoding.verdicts import decide
 from dspark_train.target import Target, TargetOutput
 
 
 class Engine:
-    """Decodes one request at a time with one proposer.
+    """Decodes requests in the rows of one cache, with one proposer.
 
-    The last committed token, the anchor, is not in the target's cache until the next pass has read
-    it. After each pass the cache is cut to the positions whose tokens stand.
+    The last committed token of a request, its anchor, is not in the target's cache until the next
+    pass has read it. After each pass every row is cut to the positions whose tokens stand.
 
     Args:
         target: the frozen model.
         proposer: what guesses ahead.
         vocabulary: ids from here on get no mass (padding of the LM head); None: all rows count.
+        rows: requests it decodes at the same time, at most.
+        scheduler: chooses the verify length of every request in every round; None: whole proposals.
+
+    Attributes:
+        requests: `requests[i]` owns row i of every cache. Read it, and change it by `add`,
+            `remove` and `take_finished`.
     """
 
-    def __init__(self, target: Target, proposer: Proposer, vocabulary: int | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer,
+        vocabulary: int | None = None,
+        *,
+        rows: int = 1,
+        scheduler: Scheduler | None = None,
+    ) -> None:
         self.target, self.proposer, self.vocabulary = target, proposer, vocabulary
-        self.cache = KVCache(target.num_layers)
+        self.rows, self.scheduler = rows, scheduler or Fixed()
+        self.requests: list[Request] = []
+        self.cache = KVCache(target.num_layers, num_rows=rows)
+        proposer.open(rows)
         # transformers looks for the device among the parameters at every call
         self.device, self.dtype = target.device, target.dtype
 
+    @property
+    def free(self) -> int:
+        """Rows that `add` can fill."""
+        return self.rows - len(self.requests)
+
     @torch.inference_mode()
-    def start(self, request: Request) -> float:
-        """Read the prompt and commit the first token; returns the seconds it took."""
-        began = perf_counter()
-        self.cache.truncate([0])
-        self.cache.reserve(request.prompt_length + request.max_new_tokens)
-        self.proposer.start(request.tokens)
-        output = self._pass(request.tokens, 0)
-        self.proposer.observe(output.features, request.tokens)
-        logits = self._logits(output.last_hidden[0, -1:])
-        _, token = self._decide(request, logits, Proposal())
-        request.commit([token])
+    def add(self, requests: Sequence[Request]) -> float:
+        """Read the tokens of new requests in one pass, and commit the first new token of each.
+
+        Requests of like length waste least. One that was removed in the middle of its output may
+        be added again: it goes on where it was.
+
+        Returns:
+            Seconds it took.
+
+        Raises:
+            ValueError: more requests than free rows, or a finished one.
+        """
+        began, first = perf_counter(), len(self.requests)
+        if len(requests) > self.free or any(r.finish_reason is not None for r in requests):
+            raise ValueError(
+                f"{len(requests)} requests for {self.free} free rows, with finish reasons "
+                f"{[r.finish_reason for r in requests]}: expected no more than fit, unfinished"
+            )
+        self.requests += requests
+        for row in range(first, len(self.requests)):
+            self.cache.activate(row, row + 1)
+            self.cache.truncate([0])
+            self.proposer.start(row)
+        self.cache.activate(first, len(self.requests))
+        self.cache.reserve(max(r.prompt_length + r.max_new_tokens for r in requests))
+        fresh = [len(r.tokens) == r.prompt_length for r in requests]
+        read = [r.tokens if new else r.tokens[:-1] for r, new in zip(requests, fresh, strict=True)]
+        hidden = self._read(first, read, [len(tokens) for tokens in read])
+        begin = [i for i, new in enumerate(fresh) if new]
+        if begin:
+            last = hidden[begin, [len(read[i]) - 1 for i in begin]]
+            decided = decide(
+                [requests[i] for i in begin], self._logits(last), [Proposal()] * len(begin)
+            )
+            for i, (_, token) in zip(begin, decided, strict=True):
+                requests[i].commit([token])
         return perf_counter() - began
 
     @torch.inference_mode()
-    def step(self, request: Request) -> Round:
-        """One round of a request that was started and has not finished."""
-        began = perf_counter()
-        tokens, proposer = request.tokens, self.proposer
-        anchor = len(tokens) - 1
-        # the token after the last draft is committed too
-        limit = request.remaining - 1
-        proposal = Proposal()
-        if limit > 0:
-            proposal = proposer.propose(tokens, request.settings, request.randomness, limit)
-        drafted = perf_counter()
-        output = self._pass([tokens[anchor], *proposal.tokens], anchor)
-        logits = self._logits(output.last_hidden[0])
-        verified = perf_counter()
-        accepted, token = self._decide(request, logits, proposal)
-        kept = request.commit([*proposal.tokens[:accepted], token])
-        stands = min(accepted, kept)
-        self.cache.truncate([anchor + 1 + stands])
-        decided = perf_counter()
-        features = None if output.features is None else output.features[:, : stands + 1]
-        proposer.observe(features, tokens[anchor : anchor + 1 + stands])
-        observed = perf_counter()
-        confidence = None if proposal.confidence is None else proposal.confidence.tolist()
-        draft = (drafted - began) + (observed - decided)
-        return Round(
-            proposed=len(proposal.tokens),
-            accepted=stands,
-            judged=stands if kept <= accepted else min(accepted + 1, len(proposal.tokens)),
-            committed=kept,
-            confidence=confidence,
-            draft=draft,
-            verify=verified - drafted,
-            other=perf_counter() - began - draft - (verified - drafted),
-        )
+    def remove(self, request: Request) -> None:
+        """Free the row of a request, finished or not; its tokens stay with it.
 
-    def _pass(self, tokens: Sequence[int], start: int) -> TargetOutput:
-        """Let the target read `tokens` at positions from `start` on."""
-        count, device = len(tokens), self.device
+        Raises:
+            ValueError: a request that is not in the batch.
+        """
+        row = next((i for i, one in enumerate(self.requests) if one is request), None)
+        if row is None:
+            raise ValueError("the request is not in the batch: it was never added, or removed")
+        last = self.requests.pop()
+        if last is not request:  # the last row fills the gap
+            self.requests[row] = last
+            self.cache.move_row(len(self.requests), row)
+            self.proposer.move(len(self.requests), row)
+
+    def take_finished(self) -> list[Request]:
+        """Remove the requests that have ended, and return them."""
+        finished = [request for request in self.requests if request.finish_reason is not None]
+        for request in reversed(finished):  # so that the row which fills a gap goes on
+            self.remove(request)
+        return finished
+
+    @torch.inference_mode()
+    def step(self) -> list[Round]:
+        """One round of every request in the batch, none of which may have finished.
+
+        Returns:
+            What happened to each, in the order of `requests`. Seconds are a request's equal share.
+        """
+        requests, began = self.requests, perf_counter()
+        proposals = self._propose()
+        drafted = perf_counter()
+        lengths = self.scheduler.schedule(requests, proposals)
+        proposals = [p.cut(length) for p, length in zip(proposals, lengths, strict=True)]
+        scheduled = perf_counter()
+        logits, output = self._verify(proposals)
+        verified = perf_counter()
+        decided = decide(requests, logits, proposals)
+        kept = [
+            request.commit([*proposal.tokens[:accepted], token])
+            for request, proposal, (accepted, token) in zip(
+                requests, proposals, decided, strict=True
+            )
+        ]
+        stands = [min(accepted, count) for (accepted, _), count in zip(decided, kept, strict=True)]
+        committed = perf_counter()
+        self._observe(0, output, [count + 1 for count in stands])
+        observed = perf_counter()
+        n = len(requests)
+        draft = (drafted - began + observed - committed) / n
+        verify_seconds = (verified - scheduled) / n
+        other = (scheduled - drafted + committed - verified) / n
+        rounds = [
+            Round(
+                proposed=len(proposal.tokens),
+                accepted=stood,
+                judged=stood if count <= accepted else min(accepted + 1, len(proposal.tokens)),
+                committed=count,
+                confidence=None if proposal.confidence is None else proposal.confidence.tolist(),
+                draft=draft,
+                verify=verify_seconds,
+                other=other,
+            )
+            for proposal, (accepted, _), count, stood in zip(
+                proposals, decided, kept, stands, strict=True
+            )
+        ]
+        self.scheduler.observe(requests, rounds)
+        return rounds
+
+    def _propose(self) -> list[Proposal]:
+        # the token after the last draft is committed too
+        limits = [
+            min(limit, request.remaining - 1)
+            for limit, request in zip(
+                self.scheduler.limits(self.requests), self.requests, strict=True
+            )
+        ]
+        if max(limits) < 1:
+            return [Proposal()] * len(limits)
+        return self.proposer.propose(self.requests, limits)
+
+    def _verify(self, proposals: Sequence[Proposal]) -> tuple[torch.Tensor, TargetOutput]:
+        """One target pass over anchors and drafts.
+
+        Returns:
+            Logits `[N, V]`, the rows of a request one after the other: for its first draft, …, for
+            the token after its last one. And the output `[n, q, …]` of the pass.
+        """
+        self.cache.activate(0, len(self.requests))
+        read = [
+            [request.tokens[-1], *proposal.tokens]
+            for request, proposal in zip(self.requests, proposals, strict=True)
+        ]
+        output = self._pass(read)
+        hidden = output.last_hidden
+        width = hidden.shape[1]
+        places = [i * width + k for i, tokens in enumerate(read) for k in range(len(tokens))]
+        flat = hidden.flatten(0, 1)
+        return self._logits(flat if len(places) == len(flat) else flat[places]), output
+
+    def _read(
+        self, first: int, read: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Let target and proposer read prompts into empty rows; last hidden states `[n, q, D]`."""
+        output = self._pass(read)
+        self._observe(first, output, counts)
+        return output.last_hidden
+
+    def _observe(self, first: int, output: TargetOutput, counts: Sequence[int]) -> None:
+        """Keep the first `counts` positions of what the active rows have just read."""
+        width = output.last_hidden.shape[1]
+        self.cache.truncate(
+            [
+                length - width + count
+                for length, count in zip(self.cache.active_lengths, counts, strict=True)
+            ]
+        )
+        requests = self.requests[first : first + len(counts)]
+        self.proposer.observe(first, requests, output.features, counts)
+
+    def _pass(self, read: Sequence[Sequence[int]]) -> TargetOutput:
+        """Let the target read tokens behind each active row, shorter lists padded at their end.
+
+        Causal attention keeps what lies behind a list from what is in it; the caller cuts it off.
+        """
+        width = max(map(len, read))
+        ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in read])
+        starts = torch.tensor(self.cache.active_lengths)
+        # padding may reach beyond the context, where a table of positions ends
+        positions = (starts[:, None] + torch.arange(width)).clamp(max=self.target.max_positions - 1)
         return self.target.forward(
-            torch.tensor([tokens], device=device),
-            position_ids=torch.arange(start, start + count, device=device)[None],
-            attention_mask=self.cache.mask(count, self.dtype, device),
+            ids.to(self.device),
+            position_ids=positions.to(self.device),
+            attention_mask=self.cache.mask(width, self.dtype, self.device),
             cache=self.cache,
             taps=self.proposer.taps,
         )
 
     def _logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[n, V]` of the usable vocabulary at hidden states `[n, D]`."""
+        """Logits `[N, V]` of the usable vocabulary at hidden states `[N, D]`."""
         return self.target.head.logits(last_hidden)[:, : self.vocabulary]
-
-    def _decide(
-        self, request: Request, logits: torch.Tensor, proposal: Proposal
-    ) -> tuple[int, int]:
-        """How many drafts stand, and the token after them."""
-        settings, randomness = request.settings, request.randomness
-        if settings.greedy:
-            return verify_greedy(most_likely(logits).tolist(), proposal.tokens)
-        first = len(request.tokens)
-        uniforms = [randomness.uniform(first + i, "accept") for i in range(len(proposal.tokens))]
-        verdict = verify(warp(logits, settings), proposal.tokens, proposal.probs, uniforms)
-        u = randomness.uniform(first + verdict.accepted, "resample")
-        return verdict.accepted, draw(verdict.next_probs, u)

@@ -142,14 +142,18 @@ class SpeculativeDecoder:
     def _pieces(
         self, request: Request, trace: Callable[[Round], None] | None
     ) -> Iterator[str | Result]:
-        stats = DecodingStats(requests=1)
-        stats.seconds["prefill"] = self.engine.start(request)
+        stats, engine = DecodingStats(requests=1), self.engine
+        for left in tuple(engine.requests):  # a stream that was not read to its end
+            engine.remove(left)
+        stats.seconds["prefill"] = engine.add([request])
         stats.tokens = 1
         text = request.text
         while request.finish_reason is None:
             if text is not None:
                 yield text.take()
-            round_ = self.engine.step(request)
+            if engine.requests != [request]:
+                raise RuntimeError("another request has begun before this stream was read")
+            (round_,) = engine.step()
             stats.add(round_)
             if trace is not None:
                 trace(round_)

@@ -4,6 +4,7 @@ Target and drafter go through the same `warp`, so a tie or a rounding is settled
 both sides.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,11 @@ class SamplingSettings:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def filters(self) -> tuple[float, ...]:
+        """All that shapes a distribution; requests which agree in it are sampled together."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
 
 def usable_vocabulary(tokenizer: Any, rows: int) -> int:
     """How many leading ids of an LM head with `rows` rows a tokenizer can produce.
@@ -81,6 +87,19 @@ def warp(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
     return logits.softmax(-1)
 
 
+def warp_rows(logits: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:
+    """`warp` of `[n, V]` with settings of its own for every row; equal ones share one filter."""
+    groups: dict[tuple, list[int]] = {}
+    for row, one in enumerate(settings):
+        groups.setdefault(one.filters, []).append(row)
+    if len(groups) == 1:
+        return warp(logits, settings[0])
+    probs = logits.new_empty(logits.shape, dtype=torch.float32)
+    for rows in groups.values():
+        probs[rows] = warp(logits[rows], settings[rows[0]])
+    return probs
+
+
 def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """Mask all but the fewest most likely tokens whose mass reaches `top_p`.
 
@@ -110,15 +129,15 @@ def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 def draw(probs: torch.Tensor, u: float) -> int:
     """One token of `probs` `[V]` by inverse CDF at `u` in [0, 1); see `draw_rows`."""
-    return int(draw_rows(probs[None], torch.tensor([u], dtype=torch.float64))[0])
+    return int(draw_rows(probs[None], [u])[0])
 
 
-def draw_rows(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def draw_rows(probs: torch.Tensor, uniforms: Sequence[float] | torch.Tensor) -> torch.Tensor:
     """One token per row by inverse CDF in float64.
 
     Args:
         probs: `[n, V]` not negative; rows need not sum to 1.
-        uniforms: `[n]` float64 in [0, 1).
+        uniforms: n numbers in [0, 1).
 
     Returns:
         Ids `[n]`. A token without mass is never drawn, not even at u = 0 or next to 1.
@@ -127,6 +146,7 @@ def draw_rows(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         ValueError: a row without mass, or with NaN or infinity.
     """
     n, V = probs.shape
+    uniforms = torch.as_tensor(uniforms, dtype=torch.float64)
     if V % _CHUNK:
         probs = torch.nn.functional.pad(probs, (0, -V % _CHUNK))
     chunks = probs.view(n, -1, _CHUNK)

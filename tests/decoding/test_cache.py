@@ -22,12 +22,12 @@ class Forced(BlockProposer):
     def script(self, pattern: list[int], truth: list[int]) -> None:
         self.pattern, self.truth = list(pattern), truth
 
-    def propose(self, tokens, settings, randomness, limit):
-        super().propose(tokens, settings, randomness, limit)
-        right = self.pattern.pop(0)
+    def propose(self, requests, limits):
+        super().propose(requests, limits)
+        tokens, right = requests[0].tokens, self.pattern.pop(0)
         drafts = self.truth[len(tokens) : len(tokens) + K]
         drafts[right:] = [(token + 1) % 5 for token in drafts[right:]]
-        return Proposal(drafts[:limit])
+        return [Proposal(drafts[: limits[0]])]
 
 
 def assert_equals_fresh_prefill(engine: Engine, request: Request) -> None:
@@ -44,7 +44,7 @@ def assert_equals_fresh_prefill(engine: Engine, request: Request) -> None:
             )
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     if isinstance(engine.proposer, BlockProposer):
-        assert engine.proposer.cache.length == cached
+        assert engine.proposer.cache.lengths == [cached]
         context = engine.proposer.drafter.context_kv(features, torch.arange(cached)[None])
         for held, expected in zip(engine.proposer.cache.context(), context, strict=True):
             torch.testing.assert_close(held, expected, rtol=1e-4, atol=1e-5)
@@ -64,9 +64,9 @@ def greedy(target, count: int) -> list[int]:
     """Prompt and greedy continuation."""
     engine = Engine(target, PlainProposer())
     request = Request(PROMPT, SamplingSettings(), count)
-    engine.start(request)
+    engine.add([request])
     while request.finish_reason is None:
-        engine.step(request)
+        engine.step()
     return request.tokens
 
 
@@ -75,9 +75,9 @@ def test_every_acceptance_pattern_leaves_fresh_caches(engine, target, pattern):
     truth = greedy(target, 12)
     engine.proposer.script(pattern, truth)
     request = Request(PROMPT, SamplingSettings(), 12)
-    engine.start(request)
+    engine.add([request])
     for accepted in pattern:
-        round_ = engine.step(request)
+        (round_,) = engine.step()
         assert (round_.proposed, round_.accepted) == (K, accepted)
         assert engine.cache.lengths == [len(request.tokens) - 1]
         assert_equals_fresh_prefill(engine, request)
@@ -90,8 +90,8 @@ def test_an_eos_inside_a_block_cuts_both_caches(engine, target):
     assert eos != truth[len(PROMPT)]
     engine.proposer.script([K], truth)
     request = Request(PROMPT, SamplingSettings(), 12, (eos,))
-    engine.start(request)
-    round_ = engine.step(request)
+    engine.add([request])
+    (round_,) = engine.step()
     assert request.finish_reason == "stop"
     assert request.new_tokens[-1] == eos
     assert (round_.proposed, round_.accepted, round_.committed, round_.judged) == (K, 1, 1, 1)
@@ -103,13 +103,13 @@ def test_rounds_without_proposals_still_feed_the_drafter(engine, target):
     """Fault kind 18: proposing 3, then 0, then 3."""
     truth, request = greedy(target, 12), Request(PROMPT, SamplingSettings(), 12)
     engine.proposer.script([2, 2], truth)
-    engine.start(request)
-    engine.step(request)
+    engine.add([request])
+    engine.step()
     propose = engine.proposer.propose
-    engine.proposer.propose = lambda *args: Proposal()
-    assert engine.step(request).proposed == 0
+    engine.proposer.propose = lambda *args: [Proposal()]
+    assert engine.step()[0].proposed == 0
     engine.proposer.propose = propose
-    engine.step(request)
+    engine.step()
     assert_equals_fresh_prefill(engine, request)
 
 
@@ -120,11 +120,12 @@ def test_a_request_leaves_nothing_behind_for_the_next(engine, target):
     for _ in range(3):
         engine.proposer.script([K, 0, K, K, K], truth)
         request = Request(PROMPT, SamplingSettings(), 12)
-        engine.start(request)
+        engine.add([request])
         while request.finish_reason is None:
-            engine.step(request)
+            engine.step()
         assert request.tokens == truth
         assert_equals_fresh_prefill(engine, request)
+        engine.take_finished()
         sizes.add((engine.cache.nbytes, engine.proposer.cache.nbytes))
     assert len(sizes) == 1
 
@@ -191,8 +192,8 @@ def test_capacity_grows_by_blocks_and_keeps_what_is_held():
     cache = DraftCache(num_layers=1, block=4)
     pieces = [torch.randn(1, 2, n, 3) for n in (3, 1, 6, 2)]
     for piece in pieces:
-        cache.append([(piece, -piece)])
-    assert (cache.length, cache.capacity) == (12, 12)
+        cache.append([(piece, -piece)], [piece.shape[2]])
+    assert (cache.lengths, cache.capacity) == ([12], 12)
     keys, values = cache.context()[0]
     assert torch.equal(keys, torch.cat(pieces, dim=2))
     assert torch.equal(values, -keys)

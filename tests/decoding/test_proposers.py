@@ -1,10 +1,17 @@
 """Proposers: what they propose, and that they say what it was drawn from (fault kinds 1, 3, 21)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dspark_train.decoding.engine import Engine
-from dspark_train.decoding.proposers import BlockProposer, LookupProposer, PlainProposer
+from dspark_train.decoding.proposers import (
+    BlockProposer,
+    LookupProposer,
+    PlainProposer,
+    Proposal,
+)
 from dspark_train.decoding.randomness import Randomness
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings, draw, warp
@@ -16,9 +23,24 @@ SAMPLED = SamplingSettings(0.8, top_k=4)
 
 def observed(target, proposer, tokens: list[int]) -> None:
     """Give the proposer the features of everything before the anchor."""
-    proposer.start(tokens[:-1])
+    proposer.start(0)
     features = target.forward(torch.tensor([tokens[:-1]]), taps=proposer.taps).features
-    proposer.observe(features, tokens[:-1])
+    proposer.observe(0, [request_of(tokens)], features, [len(tokens) - 1])
+
+
+def request_of(tokens: list[int], settings: SamplingSettings = SAMPLED, seed: int = 0) -> Request:
+    return Request(tokens, replace(settings, seed=seed), 99)
+
+
+def propose(
+    proposer,
+    tokens: list[int],
+    settings: SamplingSettings = SAMPLED,
+    seed: int = 0,
+    limit: int = 99,
+) -> Proposal:
+    (proposal,) = proposer.propose([request_of(tokens, settings, seed)], [limit])
+    return proposal
 
 
 @pytest.fixture
@@ -36,8 +58,8 @@ def test_cached_walk_equals_the_masked_forward(target, sample_from_anchor, head,
     drafter = make_drafter(target, 4, sample_from_anchor, head, **config).eval()
     proposer = BlockProposer(drafter, target.head)
     observed(target, proposer, PROMPT)
-    randomness, anchor = Randomness(0), len(PROMPT) - 1
-    proposal = proposer.propose(PROMPT, settings, randomness, limit=99)
+    anchor = len(PROMPT) - 1
+    proposal = propose(proposer, PROMPT, settings)
     slots = drafter.slots
     assert len(proposal.tokens) == slots.num_proposals == (4 if sample_from_anchor else 3)
 
@@ -74,7 +96,7 @@ def test_drafts_are_draws_from_the_recorded_distribution(random_target, head, dt
     target.model.to(dtype)
     proposer, randomness = BlockProposer(drafter, target.head), Randomness(5)
     observed(target, proposer, PROMPT)
-    proposal = proposer.propose(PROMPT, SAMPLED, randomness, limit=4)
+    proposal = propose(proposer, PROMPT, seed=5)
     assert proposal.probs.dtype == torch.float32
     for i, (token, row) in enumerate(zip(proposal.tokens, proposal.probs, strict=True)):
         assert row.sum().item() == pytest.approx(1, abs=1e-5)
@@ -85,9 +107,9 @@ def test_drafts_are_draws_from_the_recorded_distribution(random_target, head, dt
 def test_a_limit_shortens_the_proposal_and_changes_nothing_else(target, settings):
     proposer = BlockProposer(make_drafter(target, 4, head="rnn"), target.head)
     observed(target, proposer, PROMPT)
-    whole = proposer.propose(PROMPT, settings, Randomness(1), limit=4)
+    whole = propose(proposer, PROMPT, settings, 1, 4)
     for limit in (1, 2, 3):
-        part = proposer.propose(PROMPT, settings, Randomness(1), limit)
+        part = propose(proposer, PROMPT, settings, 1, limit)
         assert part.tokens == whole.tokens[:limit]
         torch.testing.assert_close(part.confidence, whole.confidence[:limit])
 
@@ -96,13 +118,11 @@ def test_without_heads_neither_bias_nor_confidence(target):
     drafter = make_drafter(target, 4)
     proposer = BlockProposer(drafter, target.head, use_heads=False)
     observed(target, proposer, PROMPT)
-    proposal = proposer.propose(PROMPT, SamplingSettings(), Randomness(1), 4)
+    proposal = propose(proposer, PROMPT, SamplingSettings(), 1, 4)
     drafter.markov_head.markov_w2.weight.data.zero_()
     with_heads = BlockProposer(drafter, target.head)
     observed(target, with_heads, PROMPT)
-    assert (
-        proposal.tokens == with_heads.propose(PROMPT, SamplingSettings(), Randomness(1), 4).tokens
-    )
+    assert proposal.tokens == propose(with_heads, PROMPT, SamplingSettings(), 1, 4).tokens
     assert proposal.confidence is None
 
 
@@ -111,7 +131,7 @@ def test_padding_rows_are_never_proposed(target):
         proposer = BlockProposer(make_drafter(target, 4, head=head), target.head, vocabulary=2)
         observed(target, proposer, PROMPT)
         for settings in (SamplingSettings(), SamplingSettings(5.0)):
-            proposal = proposer.propose(PROMPT, settings, Randomness(1), 4)
+            proposal = propose(proposer, PROMPT, settings, 1, 4)
             assert max(proposal.tokens) < 2
             assert settings.greedy or proposal.probs.shape == (4, 2)
 
@@ -120,7 +140,7 @@ def test_a_pass_that_was_not_observed_is_noticed(target):
     proposer = BlockProposer(make_drafter(target), target.head)
     observed(target, proposer, PROMPT)
     with pytest.raises(RuntimeError, match=r"holds 5 positions, expected the 6"):
-        proposer.propose([*PROMPT, 1], SamplingSettings(), Randomness(1), 4)
+        propose(proposer, [*PROMPT, 1], SamplingSettings(), 1, 4)
 
 
 def test_drafting_reaches_the_last_position_of_the_context(random_target):
@@ -129,41 +149,41 @@ def test_drafting_reaches_the_last_position_of_the_context(random_target):
     drafter = make_drafter(target)
     engine = Engine(target, BlockProposer(drafter, target.head))
     request = Request([1, 2], SamplingSettings(), 14)
-    engine.start(request)
+    engine.add([request])
     while request.finish_reason is None:
-        engine.step(request)
+        engine.step()
     assert len(request.tokens) == 16
 
 
-def propose(proposer: LookupProposer, tokens: list[int], limit: int = 99) -> list[int]:
-    return proposer.propose(tokens, SAMPLED, Randomness(0), limit).tokens
+def looked_up(proposer: LookupProposer, tokens: list[int], limit: int = 99) -> list[int]:
+    return propose(proposer, tokens, limit=limit).tokens
 
 
 def test_lookup_copies_what_followed_the_longest_suffix():
     proposer = LookupProposer(num_tokens=3, longest=3, shortest=1)
-    assert propose(proposer, [1, 2, 3, 7, 8, 9, 2, 3, 5, 1, 2, 3]) == [7, 8, 9]
+    assert looked_up(proposer, [1, 2, 3, 7, 8, 9, 2, 3, 5, 1, 2, 3]) == [7, 8, 9]
 
 
 def test_lookup_prefers_the_latest_occurrence_and_sees_its_own_output():
     proposer = LookupProposer(num_tokens=2, shortest=1)
-    proposer.start([])
-    assert propose(proposer, [1, 5, 6, 1, 7, 8, 1]) == [7, 8]
-    assert propose(proposer, [1, 5, 6, 1, 7, 8, 1, 9, 4, 1]) == [9, 4]
+    proposer.start(0)
+    assert looked_up(proposer, [1, 5, 6, 1, 7, 8, 1]) == [7, 8]
+    assert looked_up(proposer, [1, 5, 6, 1, 7, 8, 1, 9, 4, 1]) == [9, 4]
 
 
 def test_lookup_may_overlap_with_the_suffix_and_obeys_the_limit():
     proposer = LookupProposer(num_tokens=4, shortest=1)
-    assert propose(proposer, [5, 5, 5]) == [5]
-    assert propose(proposer, [1, 2, 1, 2, 1], limit=1) == [2]
+    assert looked_up(proposer, [5, 5, 5]) == [5]
+    assert looked_up(proposer, [1, 2, 1, 2, 1], limit=1) == [2]
 
 
 def test_lookup_without_a_match_proposes_nothing_and_forgets_between_requests():
     proposer = LookupProposer(shortest=1)
-    assert propose(proposer, [1, 2, 3]) == []
-    assert propose(proposer, [1, 2, 3, 1]) == [2, 3, 1]
-    proposer.start([1])
-    assert propose(proposer, [1]) == []
-    assert propose(LookupProposer(shortest=2), [1, 2, 9, 2]) == []
+    assert looked_up(proposer, [1, 2, 3]) == []
+    assert looked_up(proposer, [1, 2, 3, 1]) == [2, 3, 1]
+    proposer.start(0)
+    assert looked_up(proposer, [1]) == []
+    assert looked_up(LookupProposer(shortest=2), [1, 2, 9, 2]) == []
 
 
 def test_lookup_refuses_lengths_out_of_order():
@@ -173,4 +193,4 @@ def test_lookup_refuses_lengths_out_of_order():
 
 
 def test_plain_proposes_nothing():
-    assert PlainProposer().propose([1], SAMPLED, Randomness(0), 5).tokens == []
+    assert propose(PlainProposer(), [1]).tokens == []

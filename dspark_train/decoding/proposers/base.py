@@ -1,12 +1,12 @@
 """What every proposer is: something that guesses the next tokens and says how it drew them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from dspark_train.decoding.randomness import Randomness
-from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.decoding.request import Request
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,17 @@ class Proposal:
     probs: torch.Tensor | None = None
     confidence: torch.Tensor | None = None
 
+    def cut(self, length: int) -> "Proposal":
+        """The first `length` drafts."""
+        if length >= len(self.tokens):
+            return self
+        probs = None if self.probs is None else self.probs[:length]
+        confidence = None if self.confidence is None else self.confidence[:length]
+        return Proposal(self.tokens[:length], probs, confidence)
+
 
 class Proposer(Protocol):
-    """One request at a time: `start`, then `observe` and `propose` in turn.
+    """Guesses for the rows of a batch. Row i belongs to one request from `start` on.
 
     Attributes:
         taps: target layers whose outputs `observe` wants, () for none.
@@ -34,20 +42,35 @@ class Proposer(Protocol):
 
     taps: tuple[int, ...]
 
-    def start(self, prompt: list[int]) -> None:
-        """Forget the request before; a request with these prompt ids begins."""
+    def open(self, rows: int) -> None:
+        """Have room for requests in `rows` rows; what was held before is forgotten."""
 
-    def observe(self, features: torch.Tensor | None, tokens: list[int]) -> None:
-        """The target's cache has grown by `tokens`.
+    def start(self, row: int) -> None:
+        """Forget the request that was in `row`; another one begins there."""
 
-        Called after every target pass, whether or not anything was proposed for it.
+    def move(self, source: int, destination: int) -> None:
+        """The request in row `source` goes on in row `destination`."""
+
+    def observe(
+        self, first: int, requests: Sequence[Request], features: torch.Tensor | None, counts: list
+    ) -> None:
+        """The target's cache has grown: by `counts[i]` positions in row `first + i`.
+
+        Called after every target pass for every row of it, whether or not anything was proposed
+        there.
 
         Args:
-            features: `[1, n, M·D]` outputs of the tapped layers there, None without taps.
-            tokens: the n ids at these positions.
+            first: row of the first request.
+            requests: n requests in consecutive rows.
+            features: `[n, q, M·D]` outputs of the tapped layers, None without taps. Only the first
+                `counts[i]` columns of row i stand.
+            counts: positions per row, at most q.
         """
 
-    def propose(
-        self, tokens: list[int], settings: SamplingSettings, randomness: Randomness, limit: int
-    ) -> Proposal:
-        """Guess at most `limit` (1 or more) tokens after `tokens`, whose last one is the anchor."""
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        """Guess what follows the tokens of each request, whose last one is the anchor.
+
+        Args:
+            requests: those in rows 0, 1, …
+            limits: how many tokens each may draft at most, 0 included.
+        """

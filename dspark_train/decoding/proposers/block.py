@@ -1,17 +1,21 @@
 """The block drafter as a proposer: one parallel pass, then a walk of the sequential head."""
 
+from collections.abc import Sequence
+
 import torch
 
 from dspark_train.decoding.cache import DraftCache
 from dspark_train.decoding.proposers.base import Proposal
-from dspark_train.decoding.randomness import Randomness
-from dspark_train.decoding.sampling import SamplingSettings, draw, most_likely, warp
+from dspark_train.decoding.request import Request
+from dspark_train.decoding.sampling import draw_rows, most_likely, warp_rows
 from dspark_train.drafter import Drafter
 from dspark_train.target import TargetHead
 
 
 class BlockProposer:
     """Proposes with a `Drafter`, either block convention, any sequential head.
+
+    All requests of a batch share one drafter pass and one walk.
 
     Args:
         drafter: in the dtype and on the device of the target.
@@ -35,100 +39,106 @@ class BlockProposer:
         self.markov = drafter.markov_head if use_heads else None
         # a confidence that was trained on drafts of the sequential head says nothing without it
         self.confidence = drafter.confidence_head if use_heads else None
-        self.cache = DraftCache(config.num_hidden_layers)
+        self.open(1)
 
-    def start(self, prompt: list[int]) -> None:
+    def open(self, rows: int) -> None:
+        self.cache = DraftCache(self.drafter.config.num_hidden_layers, rows)
+
+    def start(self, row: int) -> None:
+        self.cache.activate(row, row + 1)
         self.cache.truncate([0])
 
-    def observe(self, features: torch.Tensor | None, tokens: list[int]) -> None:
-        start = self.cache.length
-        positions = torch.arange(start, start + len(tokens), device=features.device)[None]
-        self.cache.append(self.drafter.context_kv(features, positions))
+    def move(self, source: int, destination: int) -> None:
+        self.cache.move_row(source, destination)
 
-    def propose(
-        self, tokens: list[int], settings: SamplingSettings, randomness: Randomness, limit: int
-    ) -> Proposal:
-        anchor = len(tokens) - 1
-        if self.cache.length != anchor:
-            raise RuntimeError(
-                f"the drafter's cache holds {self.cache.length} positions, expected the {anchor} "
-                "before the anchor: every target pass must be observed"
-            )
-        hidden = self._block(tokens[anchor], anchor)[:limit]
-        first = torch.tensor([tokens[anchor]], device=hidden.device)
+    def observe(
+        self, first: int, requests: Sequence[Request], features: torch.Tensor | None, counts: list
+    ) -> None:
+        self.cache.activate(first, first + len(requests))
+        features, device = features[:, : max(counts)], features.device
+        starts = torch.tensor(self.cache.active_lengths, device=device)
+        positions = starts[:, None] + torch.arange(features.shape[1], device=device)
+        self.cache.append(self.drafter.context_kv(features, positions), counts)
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        self.cache.activate(0, len(requests))
+        for length, request in zip(self.cache.active_lengths, requests, strict=True):
+            if length != len(request.tokens) - 1:
+                raise RuntimeError(
+                    f"the drafter's cache holds {length} positions, expected the "
+                    f"{len(request.tokens) - 1} before the anchor: every target pass must be "
+                    "observed"
+                )
+        hidden = self._block(requests)[:, : max(limits)]
         logits = self._unary(hidden)
-        uniforms = [randomness.uniform(anchor + 1 + i, "propose") for i in range(len(hidden))]
-        if self.markov is None:
-            return self._independent(logits, settings, uniforms, hidden)
-        return self._walk(logits, settings, uniforms, hidden, first)
+        tokens, probs, confidence = self._walk(requests, logits, hidden)
+        proposals = []
+        for i, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+            drawn = None if probs is None or request.settings.greedy else probs[i]
+            logit = None if confidence is None else confidence[i]
+            proposals.append(Proposal(tokens[i], drawn, logit).cut(limit))
+        return proposals
 
-    def _block(self, token: int, anchor: int) -> torch.Tensor:
-        """Hidden states `[P, D]` of the slots that propose."""
+    def _block(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Hidden states `[n, P, D]` of the slots that propose."""
         slots, device = self.drafter.slots, self.head.projection.weight.device
-        ids = slots.inputs(
-            torch.tensor([[token]], device=device), self.drafter.config.mask_token_id
-        )
-        positions = slots.positions(torch.tensor([[anchor]], device=device))
-        hidden = self.drafter.backbone(self.head.embed(ids), positions, self.cache.context())
-        return hidden[0, 0, slots.proposing]
+        anchors = [[(request.tokens[-1], len(request.tokens) - 1)] for request in requests]
+        tokens, places = torch.tensor(anchors, device=device).unbind(-1)
+        ids = slots.inputs(tokens, self.drafter.config.mask_token_id)
+        context, mask = self.cache.context(), self.cache.visible(device)
+        positions = slots.positions(places)
+        hidden = self.drafter.backbone(self.head.embed(ids), positions, context, mask)
+        return hidden[:, 0, slots.proposing]
 
     def _unary(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the drafter's own vocabulary, without padding of the LM head."""
         logits = self.draft_head.logits(hidden).float()
         if self.draft_ids is None:
-            return logits[:, : self.vocabulary]
+            return logits[..., : self.vocabulary]
         if self.vocabulary is None:
             return logits
         return logits.masked_fill(self.draft_ids >= self.vocabulary, float("-inf"))
 
     def _over_target(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's usable vocabulary: what cannot be drafted has no mass."""
+        """Logits `[n, V]` over the target's usable vocabulary: the rest has no mass."""
         if self.draft_ids is None:
             return logits
-        size = self.head.vocab_size
-        full = logits.new_full((len(logits), size), float("-inf"))
+        full = logits.new_full((len(logits), self.head.vocab_size), float("-inf"))
         return full.index_copy(1, self.draft_ids, logits)[:, : self.vocabulary]
 
-    def _independent(
-        self,
-        logits: torch.Tensor,
-        settings: SamplingSettings,
-        uniforms: list[float],
-        hidden: torch.Tensor,
-    ) -> Proposal:
-        logits = self._over_target(logits)
-        confidence = None if self.confidence is None else self.confidence.logits(hidden, None)
-        if settings.greedy:
-            return Proposal(most_likely(logits).tolist(), None, confidence)
-        probs = warp(logits, settings)
-        tokens = [draw(row, u) for row, u in zip(probs, uniforms, strict=True)]
-        return Proposal(tokens, probs, confidence)
-
     def _walk(
-        self,
-        logits: torch.Tensor,
-        settings: SamplingSettings,
-        uniforms: list[float],
-        hidden: torch.Tensor,
-        previous: torch.Tensor,
-    ) -> Proposal:
-        """Left to right; each slot's bias sees the token that was drawn before it."""
-        logits = self.markov.candidates(logits)
-        state = self.markov.start(hidden[:1])
+        self, requests: Sequence[Request], logits: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[list[list[int]], torch.Tensor | None, torch.Tensor | None]:
+        """Left to right; each slot's bias sees the token that was drawn before it.
+
+        Returns tokens per request, probabilities `[n, P, V]` (None: all greedy) and confidence
+        logits `[n, P]`.
+        """
+        settings = [request.settings for request in requests]
+        greedy = all(one.greedy for one in settings)
+        anchors = [request.tokens[-1] for request in requests]
+        previous = torch.tensor(anchors, device=hidden.device)
+        state = None
+        if self.markov is not None:
+            state, logits = self.markov.start(hidden[:, 0]), self.markov.candidates(logits)
         chosen, rows, embeddings = [], [], []
-        for i, u in enumerate(uniforms):
-            bias, embedding, state = self.markov.step(state, previous, hidden[i : i + 1])
-            biased = self._over_target(logits[i : i + 1] + bias[:, : logits.shape[1]])
-            if settings.greedy:
+        for slot in range(hidden.shape[1]):
+            biased = logits[:, slot]
+            if self.markov is not None:
+                bias, embedding, state = self.markov.step(state, previous, hidden[:, slot])
+                biased = biased + bias[:, : biased.shape[1]]
+                embeddings.append(embedding)
+            biased = self._over_target(biased)
+            if greedy:
                 previous = most_likely(biased)
             else:
-                probs = warp(biased, settings)
-                rows.append(probs)
-                previous = torch.tensor([draw(probs[0], u)], device=hidden.device)
+                rows.append(warp_rows(biased, settings))
+                uniforms = [r.randomness.uniform(len(r.tokens) + slot, "propose") for r in requests]
+                previous = draw_rows(rows[-1], uniforms)
             chosen.append(previous)
-            embeddings.append(embedding)
         confidence = None
         if self.confidence is not None:
-            confidence = self.confidence.logits(hidden, torch.cat(embeddings))
-        tokens = torch.cat(chosen).tolist()
-        return Proposal(tokens, torch.cat(rows) if rows else None, confidence)
+            given = torch.stack(embeddings, dim=1) if embeddings else None
+            confidence = self.confidence.logits(hidden, given)
+        tokens = torch.stack(chosen, dim=1).tolist()
+        return tokens, torch.stack(rows, dim=1) if rows else None, confidence

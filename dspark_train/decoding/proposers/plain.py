@@ -1,10 +1,11 @@
 """Plain decoding: the target alone, one token a round."""
 
+from collections.abc import Sequence
+
 import torch
 
 from dspark_train.decoding.proposers.base import Proposal
-from dspark_train.decoding.randomness import Randomness
-from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.decoding.request import Request
 
 
 class PlainProposer:
@@ -12,13 +13,19 @@ class PlainProposer:
 
     taps: tuple[int, ...] = ()
 
-    def start(self, prompt: list[int]) -> None:
+    def open(self, rows: int) -> None:
         pass
 
-    def observe(self, features: torch.Tensor | None, tokens: list[int]) -> None:
+    def start(self, row: int) -> None:
         pass
 
-    def propose(
-        self, tokens: list[int], settings: SamplingSettings, randomness: Randomness, limit: int
-    ) -> Proposal:
-        return Proposal()
+    def move(self, source: int, destination: int) -> None:
+        pass
+
+    def observe(
+        self, first: int, requests: Sequence[Request], features: torch.Tensor | None, counts: list
+    ) -> None:
+        pass
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        return [Proposal() for _ in requests]
