@@ -1,0 +1,184 @@
+"""A batch gives what each request gives alone (fault kinds 7, 13, 18, 20, 22)."""
+
+import random
+
+import pytest
+import torch
+
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.proposers import BlockProposer, LookupProposer, PlainProposer
+from dspark_train.decoding.request import Request
+from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.decoding.scheduler import Fixed
+from tests.random_drafter import make_drafter
+
+K = 4
+SAMPLERS = [
+    SamplingSettings(seed=0),
+    SamplingSettings(1.0, seed=11),
+    SamplingSettings(0.7, top_k=3, seed=12),
+    SamplingSettings(1.2, top_p=0.9, seed=13),
+    SamplingSettings(1.0, min_p=0.1, seed=14),
+]
+PROMPTS = [[1, 4, 2, 0, 3], [2], [3, 3, 1, 0, 1, 2, 4, 4, 0], [0, 1], [4, 2, 4, 2, 4]]
+LENGTHS = [17, 1, 9, 24, 12]
+EOS = [(), (0,), (3,), (), (2, 1)]
+
+
+@pytest.fixture
+def target(random_target):
+    return random_target(vocab_size=5, num_layers=3, seed=5)
+
+
+def proposers(target):
+    return {
+        "plain": PlainProposer(),
+        "lookup": LookupProposer(3, shortest=1),
+        "dspark": BlockProposer(make_drafter(target, K, True, "rnn"), target.head),
+        "dflash": BlockProposer(make_drafter(target, K, False, None), target.head),
+    }
+
+
+NAMES = ["plain", "lookup", "dspark", "dflash"]
+
+
+def requests():
+    parts = zip(PROMPTS, SAMPLERS, LENGTHS, EOS, strict=True)
+    return [Request(*part) for part in parts]
+
+
+def run(engine: Engine, waiting: list[Request]) -> None:
+    while waiting or engine.requests:
+        engine.step() if not waiting or not engine.free else engine.add([waiting.pop()])
+        engine.take_finished()
+
+
+def alone(target, name, scheduler=None):
+    outputs = []
+    for request in requests():
+        run(Engine(target, proposers(target)[name], scheduler=scheduler), [request])
+        outputs.append((request.new_tokens, request.finish_reason))
+    return outputs
+
+
+class Ragged(Fixed):
+    """Verify lengths that differ by request and position; a request's own do not depend on others.
+
+    It drafts nothing in some rounds, and verifies less than it drafts in others.
+    """
+
+    def limits(self, requests):
+        return [(len(r.tokens) + r.settings.seed) % (K + 1) for r in requests]
+
+    def schedule(self, requests, proposals):
+        lengths = [(3 * len(r.tokens) + r.settings.seed) % (K + 1) for r in requests]
+        return [min(len(p.tokens), length) for p, length in zip(proposals, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("scheduler", [None, Fixed(0), Fixed(2), Ragged()])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_gives_the_same_alone_and_in_any_batch(target, name, scheduler):
+    """Every sampler, seed, length, stop and proposal length at once; rows refilled in any order."""
+    expected = alone(target, name, scheduler)
+    assert {reason for _, reason in expected} == {"stop", "length"}
+    for rows in (1, 2, 5):
+        engine = Engine(target, proposers(target)[name], rows=rows, scheduler=scheduler)
+        for seed in range(3):
+            batch = requests()
+            order = random.Random(seed).sample(batch, len(batch))
+            run(engine, order)
+            assert [(r.new_tokens, r.finish_reason) for r in batch] == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_removed_requests_go_on_where_they_were(target, name):
+    """Preemption: any request leaves between any rounds and is read again later."""
+    expected, chance = alone(target, name), random.Random(1)
+    batch = requests()
+    engine, waiting = Engine(target, proposers(target)[name], rows=3), list(batch)
+    while waiting or engine.requests:
+        while waiting and engine.free:
+            engine.add([waiting.pop(chance.randrange(len(waiting)))])
+            engine.take_finished()
+        if engine.requests:
+            engine.step()
+        engine.take_finished()
+        if engine.requests and chance.random() < 0.5:
+            waiting.append(chance.choice(engine.requests))
+            engine.remove(waiting[-1])
+    assert [(r.new_tokens, r.finish_reason) for r in batch] == expected
+
+
+def test_several_prompts_are_read_in_one_pass(target):
+    expected = alone(target, "dspark")
+    engine, batch = Engine(target, proposers(target)["dspark"], rows=5), requests()
+    engine.add(batch)
+    engine.take_finished()
+    run(engine, [])
+    assert [(r.new_tokens, r.finish_reason) for r in batch] == expected
+
+
+@pytest.mark.parametrize("name", ["dspark", "dflash"])
+def test_every_row_of_both_caches_is_that_of_a_fresh_engine(target, name):
+    """Law 6 for a ragged batch with rows that moved."""
+    engine, batch = Engine(target, proposers(target)[name], rows=4, scheduler=Ragged()), requests()
+    batch = [Request(r.tokens, r.settings, 30) for r in batch[:4]]
+    engine.add(batch[1:])
+    engine.add([batch[0]])
+    for _ in range(3):
+        engine.step()
+    engine.remove(engine.requests[0])
+    engine.step()
+    assert len(set(engine.cache.lengths[: len(engine.requests)])) > 1
+    for row, request in enumerate(engine.requests):
+        held = engine.cache.lengths[row]
+        assert engine.proposer.cache.lengths[row] == held == len(request.tokens) - 1
+        fresh = Engine(target, proposers(target)[name])
+        fresh.add([Request(request.tokens[:-1], SamplingSettings(), 2)])
+        pairs = [(engine.cache, fresh.cache), (engine.proposer.cache, fresh.proposer.cache)]
+        for ours, theirs in pairs:
+            for layer, expected in zip(ours.layers, theirs.layers, strict=True):
+                for kind in ("keys", "values"):
+                    torch.testing.assert_close(
+                        getattr(layer, kind)[row, :, :held],
+                        getattr(expected, kind)[0, :, :held],
+                        rtol=1e-4,
+                        atol=1e-5,
+                    )
+
+
+def test_rounds_say_what_entered_the_pass(target):
+    engine, batch = (
+        Engine(target, proposers(target)["dspark"], rows=3, scheduler=Ragged()),
+        requests(),
+    )
+    engine.add([batch[0], batch[3], batch[2]])
+    drafted, proposed = [], []
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda rs, ps: (
+        drafted.extend(len(p.tokens) for p in ps) or schedule(rs, ps)
+    )
+    for _ in range(4):
+        before = [len(r.tokens) for r in engine.requests]
+        rounds = engine.step()
+        for r, length, request in zip(rounds, before, engine.requests, strict=True):
+            assert r.accepted <= r.judged <= r.proposed <= K
+            assert r.committed == len(request.tokens) - length
+            assert len(r.confidence or ()) == r.proposed
+            proposed.append(r.proposed)
+        engine.take_finished()
+    assert sum(proposed) < sum(drafted)
+    assert 0 in proposed
+    assert K in drafted
+
+
+def test_what_cannot_be_added_or_removed_is_refused(target):
+    engine, batch = Engine(target, PlainProposer(), rows=1), requests()
+    with pytest.raises(ValueError, match="2 requests for 1 free rows"):
+        engine.add(batch[:2])
+    with pytest.raises(ValueError, match="not in the batch"):
+        engine.remove(batch[0])
+    engine.add([batch[1]])
+    (finished,) = engine.take_finished()
+    with pytest.raises(ValueError, match="length"):
+        engine.add([finished])
