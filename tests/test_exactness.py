@@ -137,8 +137,8 @@ def test_candidates_that_are_not_accounted_for_are_found(block_engine):
 
     def unlawful(*given):
         with mock.patch.object(CandidateSelector, "candidates", lambda self, unary: unary):
-            of_all = lawful(*given)
-        return Proposal(lawful(*given).tokens, of_all.probs)
+            (of_all,) = lawful(*given)
+        return [Proposal(lawful(*given)[0].tokens, of_all.probs)]
 
     with mock.patch.object(engine.proposer, "propose", unlawful):
         assert greatest_error(engine, SAMPLERS["T=1"]) > 1e-3
