@@ -81,7 +81,11 @@ class _Exploration:
             tokens = tuple(request.tokens)
             for place in range(before, len(tokens)):
                 self.outcome.reached.add((tokens[:place], tokens[place]))
-            live = {k: b for k, b in explorer.bounds.items() if k[0] >= len(tokens)}
+            live = {
+                k: b
+                for k, b in explorer.bounds.items()
+                if k[0] >= len(tokens) and k[1] != "propose"  # its anchor has passed
+            }
             ended = request.finish_reason is not None
             group = children[tokens, ended, tuple(sorted(live))]
             state = group.setdefault(tuple(sorted(live.items())), [0.0, list(explorer.script)])

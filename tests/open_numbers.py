@@ -22,7 +22,7 @@ from dspark_train.decoding.proposers import block as block_module
 from dspark_train.decoding.sampling import draw
 from dspark_train.decoding.verify import Verdict
 
-Key = tuple[int, str]
+Key = tuple[int, str] | tuple[int, str, int]
 Bounds = dict[Key, tuple[float, float]]
 TINY = 1e-300
 PRECISION = 1e-12
@@ -97,6 +97,9 @@ class Explorer:
     def uniform(self, position: int, purpose: str) -> Open:
         assert position >= self.committed, f"a number for {position} was asked after its use"
         return Open((position, purpose))
+
+    def proposing(self, position: int, anchor: int) -> Open:
+        return Open((position, "propose", anchor))
 
     def choose(
         self,

@@ -234,8 +234,10 @@ FAULTS = {
     "accepts everything": lambda: mock.patch.object(
         verify_module, "accepts", lambda u, draft, target: target > 0
     ),
-    "one number for proposing and accepting": lambda: mock.patch(
-        "tests.open_numbers.Explorer.uniform", lambda self, position, purpose: Open((position, "u"))
+    "one number for proposing and accepting": lambda: mock.patch.multiple(
+        "tests.open_numbers.Explorer",
+        uniform=lambda self, position, purpose: Open((position, "u")),
+        proposing=lambda self, position, anchor: Open((position, "u")),
     ),
 }
 

@@ -34,6 +34,11 @@ def keyed_uniforms(seeds: Any, positions: Any, purpose: Purpose) -> Any:
     return (x >> 11) * 2.0**-53
 
 
+def keyed_seed(seed: Any, anchor: Any) -> Any:
+    """Another seed for every anchor; arguments as those of `keyed_uniforms`."""
+    return _mix((seed + _STEP * (anchor + 1)) & _MASK)
+
+
 class Randomness:
     """The random numbers of one request: counter-based, without state.
 
@@ -47,6 +52,14 @@ class Randomness:
     def uniform(self, position: int, purpose: Purpose) -> float:
         """The number in [0, 1) for the token at `position`, for one purpose."""
         return keyed_uniforms(self.seed, position, purpose)
+
+    def proposing(self, position: int, anchor: int) -> float:
+        """The number that the token at `position` is drafted with behind `anchor`.
+
+        A draft that was discarded does not share its number with the one that is drafted in its
+        place later: else a scheduler that remembers confidences would know something about it.
+        """
+        return keyed_uniforms(keyed_seed(self.seed, anchor), position, "propose")
 
 
 def seed_array(seeds: list[int]) -> np.ndarray:

@@ -45,6 +45,11 @@ class Request:
         """New tokens that may still be committed."""
         return self.prompt_length + self.max_new_tokens - len(self.tokens)
 
+    def proposing(self, slot: int) -> float:
+        """The number in [0, 1) that the `slot`-th token after the anchor is drafted with."""
+        length = len(self.tokens)
+        return self.randomness.proposing(length + slot, length - 1)
+
     def commit(self, tokens: list[int]) -> int:
         """Add tokens up to the one that ends the request; returns how many were kept."""
         for kept, token in enumerate(tokens, start=1):

@@ -100,7 +100,7 @@ def test_drafts_are_draws_from_the_recorded_distribution(random_target, head, dt
     assert proposal.probs.dtype == torch.float32
     for i, (token, row) in enumerate(zip(proposal.tokens, proposal.probs, strict=True)):
         assert row.sum().item() == pytest.approx(1, abs=1e-5)
-        assert token == draw(row, randomness.uniform(len(PROMPT) + i, "propose"))
+        assert token == draw(row, randomness.proposing(len(PROMPT) + i, len(PROMPT) - 1))
 
 
 @pytest.mark.parametrize("settings", [SamplingSettings(), SAMPLED])

@@ -40,5 +40,14 @@ def test_rows_get_the_numbers_of_single_requests():
     assert rows.tolist() == single
 
 
+def test_a_position_is_drafted_with_another_number_behind_every_anchor():
+    numbers = [Randomness(3).proposing(p, a) for a in range(300) for p in range(a + 1, a + 8)]
+    assert len(set(numbers)) == len(numbers)
+    again = np.array(numbers).reshape(300, 7)
+    # entry [a, k] and entry [a + 1, k - 1] are of one position
+    assert abs(np.corrcoef(again[:-1, 1:].ravel(), again[1:, :-1].ravel())[0, 1]) < 0.08
+    assert abs(again.mean() - 0.5) < 0.03
+
+
 def test_without_a_seed_requests_differ():
     assert Randomness().uniform(0, "propose") != Randomness().uniform(0, "propose")

@@ -133,8 +133,7 @@ class BlockProposer:
                 previous = most_likely(biased)
             else:
                 rows.append(warp_rows(biased, settings))
-                uniforms = [r.randomness.uniform(len(r.tokens) + slot, "propose") for r in requests]
-                previous = draw_rows(rows[-1], uniforms)
+                previous = draw_rows(rows[-1], [r.proposing(slot) for r in requests])
             chosen.append(previous)
         confidence = None
         if self.confidence is not None:
