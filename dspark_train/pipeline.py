@@ -11,7 +11,7 @@ from dspark_train.artifacts import Artifact, ArtifactWriter, fingerprint, record
 from dspark_train.aside import bring_back, finished
 from dspark_train.config import Config
 from dspark_train.disk import full_disk_explained
-from dspark_train.drafter import load_config
+from dspark_train.formats import load_config
 from dspark_train.noise import silence_libraries
 from dspark_train.stages.stage import Stage
 

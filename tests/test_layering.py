@@ -18,7 +18,7 @@ LAYERS = (
     ("artifacts",),
     ("target",),
     ("objective", "drafter"),
-    ("calibration",),
+    ("calibration", "formats"),
     ("decoding",),
     ("config",),
     ("data", "validation", "noise"),

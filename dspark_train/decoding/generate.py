@@ -17,7 +17,8 @@ from dspark_train.decoding.request import Request
 from dspark_train.decoding.result import Result, Stream
 from dspark_train.decoding.sampling import SamplingSettings, usable_vocabulary
 from dspark_train.decoding.stats import DecodingStats, Round
-from dspark_train.drafter import Drafter, load_config
+from dspark_train.drafter import Drafter
+from dspark_train.formats import load_config
 from dspark_train.target import Target
 
 
@@ -47,7 +48,8 @@ class SpeculativeDecoder:
         """Build a decoder from a drafter checkpoint.
 
         Args:
-            checkpoint: folder or hub id of a drafter; not needed for "lookup" and "plain".
+            checkpoint: folder or hub id of a drafter in any layout of `formats/table.py`; not
+                needed for "lookup" and "plain".
             target: a loaded target, or a name for `Target.load`; None takes the one that the
                 checkpoint records.
             proposer: "drafter", "drafter-no-heads" (its backbone alone), "lookup" or "plain".

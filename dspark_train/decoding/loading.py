@@ -1,5 +1,6 @@
 """From a checkpoint and a name to a target and a proposer that fit each other."""
 
+import math
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -10,8 +11,10 @@ from dspark_train.decoding.proposers import (
     Proposer,
 )
 from dspark_train.decoding.sampling import usable_vocabulary
-from dspark_train.drafter import Drafter, DrafterConfig, load_drafter
+from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.formats import load_drafter
 from dspark_train.target import Target
+from dspark_train.target.layers import validate_taps
 
 ProposerName = Literal["drafter", "drafter-no-heads", "lookup", "plain"]
 
@@ -47,7 +50,7 @@ def load_proposer(
         return PlainProposer()
     if proposer == "lookup":
         return LookupProposer()
-    drafter = load_drafter(checkpoint, target.dtype).to(target.device)
+    drafter = load_drafter(checkpoint, target.dtype, target.head).to(target.device)
     return block_proposer(drafter, target, use_heads=proposer == "drafter")
 
 
@@ -72,6 +75,12 @@ def check_proposer(proposer: str, checkpoint: str | Path | None) -> None:
         )
 
 
+def _near(value: float | None, other: float | None) -> bool:
+    if value is None or other is None:
+        return value is other
+    return math.isclose(value, other, rel_tol=1e-2)
+
+
 def check_target(config: DrafterConfig, target: Target) -> None:
     """Refuse a target of other sizes than the drafter was made for.
 
@@ -83,6 +92,14 @@ def check_target(config: DrafterConfig, target: Target) -> None:
         "vocabulary rows": (config.vocab_size, target.vocab_size),
         "number of target layers": (config.num_target_layers, target.num_layers),
     }
+    if config.num_target_layers is None:  # some formats do not say
+        del sides["number of target layers"]
+        validate_taps(config.target_layer_ids, target.num_layers)
+    recorded = (config.target or {}).get("head") or {}
+    its_head = target.head.facts
+    # the scale of an embedding is rounded to the dtype of the weights
+    near = {what for what, value in recorded.items() if _near(value, its_head[what])}
+    sides |= {what: (recorded[what], its_head[what]) for what in recorded if what not in near}
     wrong = [f"{what} {ours} != {its}" for what, (ours, its) in sides.items() if ours != its]
     if wrong:
         trained_for = (config.target or {}).get("name", "an unnamed target")

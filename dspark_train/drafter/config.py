@@ -47,7 +47,7 @@ class DrafterConfig(PreTrainedConfig):
     sample_from_anchor: bool = True
     mask_token_id: int = 0
     target_layer_ids: list | None = None
-    num_target_layers: int = 4
+    num_target_layers: int | None = 4
     markov_head_type: str | None = "vanilla"
     markov_rank: int = 16
     enable_confidence_head: bool = True
@@ -110,10 +110,13 @@ class DrafterConfig(PreTrainedConfig):
                 f"draft_vocab_size={self.draft_vocab_size}, expected 1 to {self.vocab_size} or null"
             )
         taps = self.target_layer_ids
-        if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= self.num_target_layers - 1:
+        layers = self.num_target_layers
+        behind = layers is not None and taps[-1:] >= [layers - 1]
+        if not taps or taps != sorted(set(taps)) or taps[0] < 0 or behind:
+            last = "" if layers is None else f" ({layers - 1})"
             problems.append(
                 f"target_layer_ids={taps} must be sorted, distinct, at least 0 and before the last "
-                f"layer ({self.num_target_layers - 1}) of the target"
+                f"layer{last} of the target"
             )
         if self.confidence_temperatures is not None and (
             len(self.confidence_temperatures) != proposals or min(self.confidence_temperatures) <= 0

@@ -18,7 +18,7 @@ from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.stats import DecodingStats
 from dspark_train.disk import sha256_file
-from dspark_train.drafter import load_config
+from dspark_train.formats import load_config
 from dspark_train.stages.divergence import Divergence, first_divergence
 from dspark_train.stages.report import environment, show, write_plot, write_report
 from dspark_train.stages.rollout import split_prompts

@@ -6,7 +6,7 @@ from typing import Any
 
 from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder
-from dspark_train.drafter import load_config
+from dspark_train.formats import load_config
 from dspark_train.stages.targets import device, load_target, require_same_target
 
 

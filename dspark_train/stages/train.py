@@ -82,7 +82,7 @@ def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> 
         conv_group_size=d.conv_group_size,
         selector_top_k=d.selector_top_k,
         draft_vocab_size=d.draft_vocab_size,
-        target=dict(facts["target"]),
+        target={**facts["target"], "head": target.head.facts},
     )
 
 

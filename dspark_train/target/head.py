@@ -46,6 +46,16 @@ class TargetHead(nn.Module):
         """Rows of the LM head, padding rows beyond the tokenizer included."""
         return self.projection.weight.shape[0]
 
+    @property
+    def facts(self) -> dict[str, float | None]:
+        """How this head differs from a bare LM head, in the words of DFlash2's configuration."""
+        scale = getattr(self.embedding, "embed_scale", 1.0)
+        return {
+            "output_multiplier": self.scale,
+            "final_logit_softcapping": self.soft_cap,
+            "input_embedding_scale": self.embed_multiplier * float(scale),
+        }
+
     def restricted(self, ids: torch.Tensor) -> "TargetHead":
         """The same embedding with the LM head's rows of `ids` `[Vd]` only, copied."""
         rows = nn.Linear(self.projection.in_features, len(ids), device="meta")

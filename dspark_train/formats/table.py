@@ -1,0 +1,205 @@
+"""The checkpoint layouts of the ecosystem and what each destination can carry, in two tables.
+
+Everything that differs between formats is a column here; readers and writers look it up.
+"""
+
+from dataclasses import dataclass
+
+from dspark_train.drafter import DrafterConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one project lays a drafter out in a config.json and safetensors.
+
+    Attributes:
+        name: for messages.
+        kind: "dspark" (sequential heads, every slot may propose), "dflash" or "dflash2".
+        architecture: the name it is written under; `also` are names it is read under, too.
+        sample_from_anchor: its block convention; a field of that name in the file goes before it.
+        sizes_in: where the backbone's sizes lie, "" for the top.
+        draft_in: where the draft's own fields lie, "" for the top; the top is always read.
+        taps: name of the field with the tapped layers.
+        tap_offset: what is written for the output of target layer 0.
+        speculators: its `speculators_model_type`.
+    """
+
+    name: str
+    kind: str
+    architecture: str
+    also: tuple[str, ...] = ()
+    sample_from_anchor: bool = False
+    sizes_in: str = ""
+    draft_in: str = ""
+    taps: str = "target_layer_ids"
+    tap_offset: int = 0
+    speculators: str | None = None
+
+
+INNER, AUX = "transformer_layer_config", "aux_hidden_state_layer_ids"
+
+DSPARK = Layout("DeepSpec DSpark", "dspark", "Qwen3DSparkModel", sample_from_anchor=True)
+SPECFORGE = Layout(
+    "SpecForge DSpark",
+    "dspark",
+    "DSparkDraftModel",
+    sample_from_anchor=True,
+    draft_in="dflash_config",
+)
+DFLASH = Layout("DFlash", "dflash", "DFlashDraftModel", draft_in="dflash_config")
+DFLASH2 = Layout("DFlash2", "dflash2", "DFlash2DraftModel", draft_in="dflash_config")
+SPECULATORS = {
+    kind: Layout(
+        f"speculators {kind}",
+        kind,
+        architecture,
+        also,
+        sample_from_anchor=kind == "dspark",
+        sizes_in=INNER,
+        taps=AUX,
+        tap_offset=1,
+        speculators=kind,
+    )
+    for kind, architecture, also in (
+        ("dspark", "DSparkDraftModel", ("DSparkSpeculator",)),
+        ("dflash", "DFlashDraftModel", ("DFlashSpeculator",)),
+        ("dflash2", "DFlash2DraftModel", ("DFlash2Speculator",)),
+    )
+}
+PLAIN_LAYOUTS = (DSPARK, SPECFORGE, DFLASH, DFLASH2)
+
+# a published name -> ours; the rest of the tensors has the same names everywhere
+RENAMED = {
+    "candidate_selector.predecessor_codebook": "markov_head.markov_w1.weight",
+    "candidate_selector.successor_codebook": "markov_head.markov_w2.weight",
+    "candidate_selector.hidden_projection.weight": "markov_head.hidden_projection.weight",
+}
+# the target's own, which some ship and a drafter shares
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """What a piece of software can read.
+
+    Attributes:
+        layouts: of the kinds that it reads.
+        heads: sequential heads of the kind "dspark" that it runs (None: without one).
+        anchor_only: whether the kind "dspark" must have every slot propose.
+        ships_target: whether the target's embedding and LM head belong into the checkpoint.
+        reduced: whether it reads a reduced draft vocabulary.
+        confidence: whether it reads the confidence head of the kind "dspark".
+        temperatures: whether it reads a file with the temperatures of the confidence, one a slot.
+    """
+
+    name: str
+    layouts: dict[str, Layout]
+    heads: tuple[str | None, ...] = ()
+    anchor_only: bool = False
+    ships_target: bool = False
+    reduced: bool = False
+    confidence: bool = True
+    temperatures: bool = False
+
+    def carries_temperatures(self, config: DrafterConfig) -> bool:
+        """Whether the calibration of a drafter's confidence arrives: one number for every slot."""
+        return self.temperatures and config.enable_confidence_head and config.sample_from_anchor
+
+
+_PLAIN = {"dspark": DSPARK, "dflash": DFLASH, "dflash2": DFLASH2}
+_ALL = ("vanilla", "gated", "rnn")
+DESTINATIONS = {
+    d.name: d
+    for d in (
+        Destination(
+            "deepspec", {"dspark": DSPARK}, (*_ALL, None), anchor_only=True, ships_target=True
+        ),
+        Destination("vllm", _PLAIN, ("vanilla",), reduced=True),
+        Destination("sglang", _PLAIN, _ALL, temperatures=True),
+        Destination("speculators", SPECULATORS, (*_ALL, None), reduced=True),
+        Destination("dflash", {"dflash": DFLASH, "dflash2": DFLASH2}),
+        Destination("transformers", {"dflash": DFLASH}),
+    )
+}
+NATIVE = "native"
+FORMATS = (NATIVE, *DESTINATIONS)
+
+
+def kind_of(config: DrafterConfig) -> str:
+    """Which of the ecosystem's kinds a drafter is.
+
+    Raises:
+        ValueError: a mixture that only our own format has.
+    """
+    selects, convolves = config.markov_head_type == "selector", bool(config.conv_kernel_size)
+    if selects and convolves and not config.sample_from_anchor:
+        return "dflash2"
+    if selects or convolves:
+        raise ValueError(
+            f"markov_head_type={config.markov_head_type}, conv_kernel_size="
+            f"{config.conv_kernel_size}, sample_from_anchor={config.sample_from_anchor} is a "
+            "mixture that only the format native has: DFlash2 is the selector with convolutions "
+            "and sample_from_anchor=false"
+        )
+    return "dspark" if config.sample_from_anchor or config.markov_head_type else "dflash"
+
+
+def refuse_uncarried(destination: Destination, config: DrafterConfig) -> Layout:
+    """The layout for a drafter at a destination.
+
+    Raises:
+        ValueError: the destination would draft something else; the message says what to do.
+    """
+    name, kind = destination.name, kind_of(config)
+    others = "export.formats=[" + ", ".join(carriers(config)) + "] can"
+    if kind not in destination.layouts:
+        raise ValueError(
+            f"export format {name} cannot carry a drafter of the kind {kind}, only "
+            f"{sorted(destination.layouts)}; {others}"
+        )
+    if kind == "dspark" and config.markov_head_type not in destination.heads:
+        head = config.markov_head_type or "no sequential head in the layout of DSpark"
+        raise ValueError(
+            f"export format {name} cannot carry {head}, only "
+            f"{[head for head in destination.heads if head]}; {others}, or train with "
+            "drafter.markov_head_type=vanilla"
+        )
+    if kind == "dspark" and destination.anchor_only and not config.sample_from_anchor:
+        raise ValueError(
+            f"export format {name} has no sample_from_anchor=false: every slot would be off by "
+            f"one; {others}"
+        )
+    if config.draft_vocab_size and not destination.reduced:
+        raise ValueError(
+            f"export format {name} cannot carry a reduced draft vocabulary "
+            f"(draft_vocab_size={config.draft_vocab_size}); {others}, or train with "
+            "drafter.draft_vocab_size=null"
+        )
+    return destination.layouts[kind]
+
+
+def carriers(config: DrafterConfig) -> list[str]:
+    """The formats that carry a drafter."""
+    kind = kind_of(config)
+    return [NATIVE] + [
+        d.name
+        for d in DESTINATIONS.values()
+        if kind in d.layouts
+        and (kind != "dspark" or config.markov_head_type in d.heads)
+        and (config.sample_from_anchor or kind != "dspark" or not d.anchor_only)
+        and (d.reduced or not config.draft_vocab_size)
+    ]
+
+
+def left_out(destination: Destination, config: DrafterConfig) -> list[str]:
+    """What does not change the drafts but is lost or moved at a destination, and what to do."""
+    name, notes = destination.name, []
+    if config.enable_confidence_head and kind_of(config) != "dspark":
+        notes.append(f"{name} has no confidence head for this kind of drafter: it is left out")
+    elif config.confidence_temperatures and not destination.carries_temperatures(config):
+        notes.append(
+            f"{name} has no place for this drafter's confidence temperatures: its confidences "
+            "will be uncalibrated; do not let it choose verify lengths by them, or serve with our "
+            "decoder (or sglang, where every slot proposes)"
+        )
+    return notes
