@@ -102,12 +102,22 @@ class DrafterSettings:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """Weights of the loss terms; `loss_decay` in slots."""
+    """Weights of the loss terms, which may be mixed freely; `loss_decay` in slots.
+
+    `ce` cross entropy to the token; to the target's distribution: `tv` (L1 norm, not halved), `kl`,
+    `reverse_kl`, `log_overlap` (its negative), `blend` (λ KL + (1 - λ) TV, λ = exp(-3 overlap)) and
+    `length` (the negative expected accepted length of a block); `confidence` its head's BCE.
+    """
 
     ce: float = 0.1
     tv: float = 0.9
     confidence: float = 1.0
     loss_decay: float = 4.0
+    kl: float = 0.0
+    reverse_kl: float = 0.0
+    log_overlap: float = 0.0
+    blend: float = 0.0
+    length: float = 0.0
     confidence_trains_backbone: bool = True
 
 

@@ -88,9 +88,11 @@ def _drafter(config: Config) -> Iterator[Check]:
 
 def _training(config: Config) -> Iterator[Check]:
     o, n, wandb = config.objective, config.train, config.logger.wandb
-    weights = (o.ce, o.tv, o.confidence)
-    expected = "none negative, and one of ce and tv positive"
-    yield min(weights) >= 0 and o.ce + o.tv > 0, "objective.(ce, tv, confidence)", weights, expected
+    distances = ("ce", "tv", "kl", "reverse_kl", "log_overlap", "blend", "length")
+    for key in (*distances, "confidence"):
+        yield getattr(o, key) >= 0, f"objective.{key}", getattr(o, key), "at least 0"
+    weights, expected = tuple(getattr(o, key) for key in distances), "one of them positive"
+    yield any(weights), f"objective.({', '.join(distances)})", weights, expected
     yield o.loss_decay > 0, "objective.loss_decay", o.loss_decay, "a positive number of slots"
     yield from _positive(
         "train", n, "epochs", "batch_documents", "anchors", "accumulate", "lr", "checkpoint_minutes"

@@ -1,27 +1,23 @@
-"""The lean twin of the reference loss: same numbers and gradients, a few rows of logits at a time.
+"""The lean twin of the reference loss: same numbers and gradients, a few blocks at a time.
 
-The loss needs each `[V]` row of logits once: to know its softmax, its distance to the target's, and
-how that distance changes with the logits. So forward and backward are one sweep over chunks of
-rows; a chunk's logits become their own gradient in place and are gone before the next chunk's
-exist. Blocks overlap, so several proposals share a target row: rows are swept in the order of their
-target, whose distribution is computed once per chunk.
-
-With p = draft, q = target, s = sign(p - q), per row:
-`∂CE/∂logits = p - 1[label]` and `∂‖p - q‖₁/∂logits = p ⊙ (s - Σ p s)`.
+An objective needs each `[V]` row of logits once: to know its softmax, how far it is from the
+target's, and how that changes with the logits. So forward and backward are one sweep over chunks of
+whole blocks; a chunk's logits become their own gradient in place and are gone before the next
+chunk's exist. Objectives that couple the proposals of a block cost no second sweep, because a chunk
+never cuts a block. Blocks overlap, so several proposals share a target row: blocks are swept in the
+order of their first one, and a chunk computes each target distribution once.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
+from dspark_train.objective.divergences import slopes
+from dspark_train.objective.rows import PlainRows, split
 from dspark_train.objective.states import BlockStates
-from dspark_train.objective.terms import LossTerms, ObjectiveWeights, assemble, slot_weights
+from dspark_train.objective.terms import LossTerms, ObjectiveWeights, assemble
 from dspark_train.target.head import TargetHead
-
-# float32 temporaries of this size stay in a CPU's cache; a GPU takes the whole chunk at once
-CACHE_BYTES = 4 * 2**20
 
 
 def lean_loss(
@@ -35,55 +31,63 @@ def lean_loss(
     """`reference_loss` without its memory; see there.
 
     Args:
-        memory_mb: budget for the logits of one chunk, draft and target together.
+        memory_mb: budget for what a chunk holds, draft and target together; one block is the
+            least that a chunk can be.
     """
-    chosen = states.supervised.flatten().nonzero().squeeze(-1)
-    # rows that share a target lie side by side
-    chosen = chosen[states.target_rows.flatten()[chosen].argsort(stable=True)]
+    blocks = states.supervised[:, 0].nonzero().squeeze(-1)
+    blocks = blocks[states.target_rows[blocks, 0].argsort(stable=True)]
+    supervised = states.supervised[blocks]
 
     def pick(values: torch.Tensor) -> torch.Tensor:
-        return values.flatten(0, 1)[chosen]
+        return values[blocks][supervised]
 
-    row_bytes = head.vocab_size * head.projection.weight.element_size()
-    rows = _Rows(
+    sweep = _Blocks(
+        supervised=supervised,
+        edges=[0, *supervised.sum(-1).cumsum(0).tolist()],
         target_hidden=states.target_hidden,
         target=pick(states.target_rows),
         label=pick(states.labels),
-        weight=pick(slot_weights(states.supervised, weights.loss_decay)),
         head=head,
         weights=weights,
-        chunk=max(1, int(memory_mb * 2**20 / (2 * row_bytes))),
+        budget=memory_mb * 2**20,
+        needs_gradient=torch.is_grad_enabled(),
     )
-    distance, *numbers = _Sweep.apply(
+    total, *numbers = _Sweep.apply(
         pick(states.hidden),
         None if states.latents is None else pick(states.latents),
         w2 if states.latents is not None else None,
-        rows,
+        sweep,
     )
 
-    def scatter(values: torch.Tensor) -> torch.Tensor:
-        full = values.new_zeros(states.supervised.numel())
-        return full.index_copy(0, chosen, values).view_as(states.supervised)
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        full = values.new_zeros(states.supervised.shape)
+        full[blocks] = values.new_zeros(supervised.shape).masked_scatter(supervised, values)
+        return full
 
-    ce, l1, correct = map(scatter, numbers)
-    return assemble(states, weights, distance=distance, ce=ce, l1=l1, correct=correct)
+    ce, l1, correct = map(spread, numbers)
+    return assemble(states, weights, distance=total, ce=ce, l1=l1, correct=correct)
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """What a sweep over n supervised proposals reads, sorted by their target row."""
+class _Blocks:
+    """What a sweep reads: n supervised proposals of N blocks, block after block."""
 
+    supervised: torch.Tensor  # [N, P]
+    edges: list[int]  # N + 1: block i holds the rows from edges[i] to edges[i + 1]
     target_hidden: torch.Tensor  # [U, D]
     target: torch.Tensor  # [n] row of target_hidden
     label: torch.Tensor  # [n]
-    weight: torch.Tensor  # [n]
     head: TargetHead
     weights: ObjectiveWeights
-    chunk: int
+    budget: float  # bytes
+    needs_gradient: bool
+
+    def rows(self, blocks: slice) -> slice:
+        return slice(self.edges[blocks.start], self.edges[blocks.stop])
 
 
 class _Sweep(torch.autograd.Function):
-    """Σ w (ce·CE + tv·L1), with per-row CE, L1 and hits; gradients are made on the way."""
+    """The objective's scalar, with per-row CE, L1 and hits; gradients are made on the way."""
 
     @staticmethod
     def forward(
@@ -91,56 +95,67 @@ class _Sweep(torch.autograd.Function):
         hidden: torch.Tensor,
         latents: torch.Tensor | None,
         w2: torch.Tensor | None,
-        rows: _Rows,
+        work: _Blocks,
     ) -> tuple[torch.Tensor, ...]:
-        projection, head = rows.head.projection.weight, rows.head
-        low = projection.dtype  # matrix products run in the head's dtype, all else wide
+        head, (num_blocks, P) = work.head, work.supervised.shape
+        projection, V = head.projection.weight, head.vocab_size
+        # matrix products run in the head's dtype, or in that of autocast, all else wide
+        kind, low = hidden.device.type, projection.dtype
+        if torch.is_autocast_enabled(kind):
+            low = torch.get_autocast_dtype(kind)
         wide = torch.promote_types(low, torch.float32)
-        n = len(hidden)
+        kernel = PlainRows(work.weights, wide)
+        n, capped = len(hidden), head.soft_cap is not None
         low_w2 = None if w2 is None else w2.to(low)
-        grad_hidden = torch.zeros_like(hidden, dtype=wide) if ctx.needs_input_grad[0] else None
-        grad_latents = None if latents is None else torch.zeros_like(latents, dtype=wide)
-        grad_w2 = None if w2 is None else torch.zeros_like(w2, dtype=wide)
+        grads: list[torch.Tensor | None] = [
+            torch.zeros_like(leaf, dtype=wide) if work.needs_gradient and needed else None
+            for leaf, needed in zip((hidden, latents, w2), ctx.needs_input_grad[:3], strict=True)
+        ]
+        total = hidden.new_zeros((), dtype=wide)
         ce, l1 = hidden.new_zeros(n, dtype=wide), hidden.new_zeros(n, dtype=wide)
         correct = torch.zeros(n, dtype=torch.bool, device=hidden.device)
-        inner = rows.chunk
-        if hidden.device.type == "cpu":
-            inner = max(1, CACHE_BYTES // (4 * head.vocab_size))
 
-        for start in range(0, n, rows.chunk):
-            chunk = slice(start, min(n, start + rows.chunk))
-            used, shared = rows.target[chunk].unique_consecutive(return_inverse=True)
-            target = head.logits(rows.target_hidden[used].to(low))
-            unary = head.logits(hidden[chunk].to(low))
-            bias = None
+        # draft and target logits, the target's distribution, and uncapped logits beside capped ones
+        row_bytes = V * (low.itemsize * (3 if capped else 2) + kernel.target_bytes())
+        per_chunk = max(1, int(work.budget / (row_bytes * P)))
+        at_once = kernel.rows_at_once(hidden.device, V)
+        per_part = None if at_once is None else max(1, at_once // P)
+        for chunk in split(0, num_blocks, per_chunk):
+            rows = work.rows(chunk)
+            used, shared = work.target[rows].unique(return_inverse=True)
+            targets = kernel.targets(head.logits(work.target_hidden[used].to(low)))
+            unary = head.logits(hidden[rows].to(low))
+            logits = unary
             if latents is not None:
-                z = latents[chunk].to(low)
-                bias = F.linear(z, low_w2)
-            for offset in range(0, len(unary), inner):
-                part = slice(offset, min(len(unary), offset + inner))
-                out = slice(start + part.start, start + part.stop)
-                logits = unary[part].to(wide)
-                if bias is not None:
-                    logits = logits + bias[part]
-                gradient, ce[out], l1[out], correct[out] = _row_gradients(
-                    logits, target[shared[part]].to(wide), rows, out
+                z = latents[rows].to(low)
+                logits = torch.addmm(unary, z, low_w2.T, out=None if capped else unary)
+            elif capped:
+                logits = unary.clone()
+            for part in split(chunk.start, chunk.stop, per_part):
+                out = work.rows(part)
+                here = slice(out.start - rows.start, out.stop - rows.start)
+                found, correct[out], saved = kernel.divergences(
+                    logits[here], targets, shared[here], work.label[out]
                 )
-                if bias is not None:
-                    bias[part] = gradient  # now the gradient of the bias …
-                if head.soft_cap is not None:
-                    gradient *= 1 - (unary[part].to(wide) / head.soft_cap).square()
-                unary[part] = gradient.mul_(head.scale)  # … and of the raw logits
-            if bias is not None:
-                grad_latents[chunk] = (bias @ low_w2).to(wide)
-                grad_w2 += (bias.T @ z).to(wide)
-            if grad_hidden is not None:
-                grad_hidden[chunk] = (unary @ projection).to(wide)
+                ce[out], l1[out] = found.ce, found.l1
+                value, by = slopes(found, work.supervised[part], work.weights)
+                total += value
+                if work.needs_gradient:
+                    kernel.gradient_(logits[here], saved, by)
+                    if capped:
+                        squashed = unary[here].to(wide) / head.soft_cap
+                        unary[here] = logits[here] * (1 - squashed.square())
+            if grads[0] is not None:
+                grads[0][rows] = (unary @ projection).to(wide).mul_(head.scale)
+            if grads[1] is not None:
+                grads[1][rows] = (logits @ low_w2).to(wide)
+            if grads[2] is not None:
+                grads[2] += logits.T @ z
 
         ctx.mark_non_differentiable(ce, l1, correct)
-        ctx.save_for_backward(grad_hidden, grad_latents, grad_w2)
+        ctx.save_for_backward(*grads)
         ctx.dtypes = [None if given is None else given.dtype for given in (hidden, latents, w2)]
-        distance = (rows.weight.to(wide) * (rows.weights.ce * ce + rows.weights.tv * l1)).sum()
-        return distance, ce, l1, correct
+        return total, ce, l1, correct
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
@@ -149,22 +164,3 @@ class _Sweep(torch.autograd.Function):
             for made, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return (*gradients, None)
-
-
-def _row_gradients(
-    logits: torch.Tensor, target_logits: torch.Tensor, rows: _Rows, at: slice
-) -> tuple[torch.Tensor, ...]:
-    """Gradient `[c, V]` of `w (ce·CE + tv·L1)` by the logits, then CE, L1 and hits `[c]`."""
-    label, weight = rows.label[at, None], rows.weight[at, None].to(logits.dtype)
-    top, label_logit = logits.amax(-1, keepdim=True), logits.gather(1, label)
-    draft = logits.softmax(-1)
-    # log-sum-exp by way of the largest entry, whose probability cannot underflow
-    ce = top - draft.amax(-1, keepdim=True).log() - label_logit
-    difference = draft - target_logits.softmax(-1)
-    l1 = difference.abs().sum(-1)
-    sign = difference.sign_()
-    mean_sign = torch.linalg.vecdot(draft, sign)[:, None]
-    scale = weight * rows.weights.tv
-    gradient = sign.mul_(scale).add_(weight * rows.weights.ce - scale * mean_sign).mul_(draft)
-    gradient.scatter_add_(1, label, -weight * rows.weights.ce)
-    return gradient, ce.squeeze(1), l1, (label_logit >= top).squeeze(1)

@@ -3,15 +3,16 @@
 import torch
 from torch.nn import functional as F
 
+from dspark_train.objective.divergences import distance, measure
 from dspark_train.objective.states import BlockStates
-from dspark_train.objective.terms import LossTerms, ObjectiveWeights, assemble, slot_weights
+from dspark_train.objective.terms import LossTerms, ObjectiveWeights, assemble
 from dspark_train.target.head import TargetHead
 
 
 def reference_loss(
     states: BlockStates, head: TargetHead, w2: torch.Tensor | None, weights: ObjectiveWeights
 ) -> LossTerms:
-    """CE to the token, L1 to the target's distribution, BCE of the confidence to the overlap.
+    """Distance of the draft to token and target, BCE of the confidence to the overlap.
 
     Args:
         states: the drafter's states at every proposal.
@@ -25,18 +26,15 @@ def reference_loss(
     with torch.no_grad():
         target_logits = head.logits(states.target_hidden)[states.target_rows]
     wide = torch.promote_types(draft_logits.dtype, torch.float32)
-    log_draft = draft_logits.to(wide).log_softmax(-1)
-    target_probs = target_logits.to(wide).softmax(-1)
-
+    draft_logits, target_logits = draft_logits.to(wide), target_logits.to(wide)
     labels = states.labels * states.supervised
-    ce = F.nll_loss(log_draft.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    l1 = (log_draft.exp() - target_probs).abs().sum(-1)
-    weight = slot_weights(states.supervised, weights.loss_decay)
+    found = measure(draft_logits, target_logits, labels, weights)
+    label_logit = draft_logits.gather(-1, labels[..., None]).squeeze(-1)
     return assemble(
         states,
         weights,
-        distance=(weight * (weights.ce * ce + weights.tv * l1)).sum(),
-        ce=ce,
-        l1=l1,
-        correct=log_draft.gather(-1, labels[..., None]).squeeze(-1) >= log_draft.amax(-1),
+        distance=distance(found, states.supervised, weights),
+        ce=found.ce,
+        l1=found.l1,
+        correct=label_logit >= draft_logits.amax(-1),
     )

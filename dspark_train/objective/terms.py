@@ -15,15 +15,34 @@ from dspark_train.objective.states import BlockStates
 
 @dataclass(frozen=True)
 class ObjectiveWeights:
-    """`loss = ce·CE + tv·‖draft - target‖₁ + confidence·BCE`, slot k weighted `exp(-k/loss_decay)`.
+    """Weights of what is summed to the loss; slot k counts `exp(-k/loss_decay)`.
 
-    The L1 norm is not halved.
+    `ce` to the token, `tv` of the L1 norm (not halved), `kl` and `reverse_kl`, `log_overlap` of
+    `-log overlap`, `blend` of KL and total variation, `length` of the negative expected accepted
+    length (all defined in `divergences.distance`), and `confidence` of the confidence head's BCE.
     """
 
     ce: float = 0.1
     tv: float = 0.9
     confidence: float = 1.0
     loss_decay: float = 4.0
+    kl: float = 0.0
+    reverse_kl: float = 0.0
+    log_overlap: float = 0.0
+    blend: float = 0.0
+    length: float = 0.0
+
+    @property
+    def reads_overlap(self) -> bool:
+        return self.log_overlap > 0 or self.blend > 0 or self.length > 0
+
+    @property
+    def reads_kl(self) -> bool:
+        return self.kl > 0 or self.blend > 0
+
+    @property
+    def reads_reverse_kl(self) -> bool:
+        return self.reverse_kl > 0
 
 
 @dataclass(frozen=True)
@@ -31,7 +50,7 @@ class LossTerms:
     """Sums over the supervised proposals of one batch; only `numerator` carries a gradient.
 
     Attributes:
-        numerator: scalar, `Σ w_k (ce·CE + tv·L1 + confidence·BCE)`.
+        numerator: scalar, the distance of draft to target plus `Σ w_k confidence·BCE`.
         weight: scalar `Σ w_k`, the denominator.
         ce, tv, confidence: scalars `Σ w_k · term`.
         acceptance: `[P]` sum of overlaps per proposal index.
@@ -76,7 +95,7 @@ def assemble(
     """Terms of a batch from per-proposal numbers, to which the confidence term is added here.
 
     Args:
-        distance: scalar `Σ w_k (ce·CE + tv·L1)` with its gradient.
+        distance: scalar of `divergences.distance`, with its gradient.
         ce, l1: `[N, P]` per proposal.
         correct: `[N, P]` bool, the draft's argmax is the label.
     """

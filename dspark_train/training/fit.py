@@ -1,5 +1,6 @@
 """One call of Lightning: fit a part of a drafter, continue if it was interrupted."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def fit(
         head,
         part=part,
         objective=ObjectiveWeights(
-            objective.ce, objective.tv, objective.confidence, objective.loss_decay
+            **{f.name: getattr(objective, f.name) for f in fields(ObjectiveWeights)}
         ),
         confidence_trains_backbone=objective.confidence_trains_backbone,
         settings=s,
