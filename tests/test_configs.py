@@ -145,7 +145,7 @@ def test_a_missing_key_is_named() -> None:
         (["drafter.head_dim=7"], "drafter.head_dim=7: expected an even number"),
         (["drafter.mask_token_id=-1"], "drafter.mask_token_id=-1"),
         (["drafter=dflash", "schedule=staged"], "expected joint where the drafter has no heads"),
-        (["objective.ce=0", "objective.tv=0"], "one of ce and tv positive"),
+        (["objective.ce=0", "objective.tv=0"], "one of them positive"),
         (["train.betas=[0.9]"], r"train.betas=\[0.9\]: expected two"),
         (["train.workers=-1"], "train.workers=-1: expected at least 0"),
         (["logger.wandb=always"], "logger.wandb=always: expected offline, online or null"),
