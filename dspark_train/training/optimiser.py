@@ -26,8 +26,14 @@ def adamw(
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     """The optimiser and its schedule over `total` steps, of which a share `warmup` warms up."""
     optimiser = torch.optim.AdamW(
-        [p for p in parameters if p.requires_grad], lr=lr, betas=betas, weight_decay=weight_decay
+        [p for p in parameters if p.requires_grad],
+        lr=lr,
+        betas=betas,
+        weight_decay=weight_decay,
+        fused=True,
     )
+    # a fused step could undo a loss scale, for which Lightning refuses to clip; bf16 has none
+    optimiser._step_supports_amp_scaling = False
     steps = max(1, round(warmup * total))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: cosine_schedule(step, warmup=steps, total=total)
