@@ -2,15 +2,15 @@
 
 Confidence logits say how likely a proposal is accepted given that those before it were. What a
 scheduler uses is their cumulative product, so that is what is calibrated: with the earlier
-temperatures fixed, T_k is the grid value whose product is closest to the observed frequency.
+temperatures fixed, T_k is the value whose product is closest to the observed frequency.
 """
 
 import torch
 
 from dspark_train.calibration.ece import expected_calibration_error
 
-# 161 values from 1/8 to 8, 1 among them
-GRID = 2.0 ** torch.linspace(-3, 3, 161, dtype=torch.float64)
+# powers of two: first 49 values from 1/8 to 8, 1 among them, then twice finer around the best
+WIDTH, COARSE, FINE, REFINEMENTS = 3.0, 49, 11, 2
 
 
 def prefix_confidence(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -34,16 +34,25 @@ def fit_temperatures(
     """
     proposals = logits.shape[1]
     temperatures = torch.ones(proposals, dtype=torch.float64)
-    # candidates in order of distance from 1: argmin takes the first of equals
-    grid = GRID[GRID.log().abs().argsort(stable=True)]
     product = torch.ones(len(logits), dtype=torch.float64)
     for k in range(proposals):
         seen = known > k
         if seen.any():
-            step = (logits[:, k, None].double() / grid).sigmoid()
-            predicted = product[seen, None] * step[seen]
-            errors = expected_calibration_error(predicted, (accepted[seen] > k))
-            best = int(errors.argmin())
-            temperatures[k] = grid[best]
-            product = product * step[:, best]
+            best = _fit_one(logits[seen, k].double(), product[seen], accepted[seen] > k)
+            temperatures[k] = best
+            product = product * (logits[:, k].double() / best).sigmoid()
     return temperatures
+
+
+def _fit_one(logits: torch.Tensor, before: torch.Tensor, passed: torch.Tensor) -> float:
+    """The temperature of one proposal; `before` is the product up to it, all `[N]`."""
+    centre, width, count = 0.0, WIDTH, COARSE
+    for _ in range(1 + REFINEMENTS):
+        grid = centre + torch.linspace(-width, width, count, dtype=torch.float64)
+        # in order of distance from 1: argmin takes the first of equals
+        grid = grid[grid.abs().argsort(stable=True)]
+        predicted = before[:, None] * (logits[:, None] / 2.0**grid).sigmoid()
+        errors = expected_calibration_error(predicted, passed)
+        centre, width = float(grid[errors.argmin()]), 2 * width / (count - 1)
+        count = FINE
+    return 2.0**centre

@@ -101,8 +101,8 @@ class Engine:
             decided = decide(
                 [requests[i] for i in begin], self._logits(last), [Proposal()] * len(begin)
             )
-            for i, (_, token) in zip(begin, decided, strict=True):
-                requests[i].commit([token])
+            for i, verdict in zip(begin, decided, strict=True):
+                requests[i].commit([verdict.token])
         return perf_counter() - began
 
     @torch.inference_mode()
@@ -145,12 +145,12 @@ class Engine:
         verified = perf_counter()
         decided = decide(requests, logits, proposals)
         kept = [
-            request.commit([*proposal.tokens[:accepted], token])
-            for request, proposal, (accepted, token) in zip(
-                requests, proposals, decided, strict=True
-            )
+            request.commit([*proposal.tokens[: verdict.accepted], verdict.token])
+            for request, proposal, verdict in zip(requests, proposals, decided, strict=True)
         ]
-        stands = [min(accepted, count) for (accepted, _), count in zip(decided, kept, strict=True)]
+        stands = [
+            min(verdict.accepted, count) for verdict, count in zip(decided, kept, strict=True)
+        ]
         committed = perf_counter()
         self._observe(0, output, [count + 1 for count in stands])
         observed = perf_counter()
@@ -162,14 +162,17 @@ class Engine:
             Round(
                 proposed=len(proposal.tokens),
                 accepted=stood,
-                judged=stood if count <= accepted else min(accepted + 1, len(proposal.tokens)),
+                judged=stood
+                if count <= verdict.accepted
+                else min(verdict.accepted + 1, len(proposal.tokens)),
                 committed=count,
                 confidence=None if proposal.confidence is None else proposal.confidence.tolist(),
                 draft=draft,
                 verify=verify_seconds,
                 other=other,
+                overlap=verdict.overlap,
             )
-            for proposal, (accepted, _), count, stood in zip(
+            for proposal, verdict, count, stood in zip(
                 proposals, decided, kept, stands, strict=True
             )
         ]

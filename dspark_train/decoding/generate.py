@@ -145,6 +145,7 @@ class SpeculativeDecoder:
         self, request: Request, trace: Callable[[Round], None] | None
     ) -> Iterator[str | Result]:
         stats, engine = DecodingStats(requests=1), self.engine
+        request.traced = trace is not None
         for left in tuple(engine.requests):  # a stream that was not read to its end
             engine.remove(left)
         stats.seconds["prefill"] = engine.add([request])

@@ -83,23 +83,6 @@ class DraftsAll:
         pass
 
 
-class Fixed(DraftsAll):
-    """The first `length` drafts of every request; None: all of them."""
-
-    def __init__(self, length: int | None = None) -> None:
-        if length is not None and length < 0:
-            raise ValueError(f"fixed:{length}: expected a length of 0 or more, or none for all")
-        self.length = length
-
-    def draft_lengths(self, waiting: Waiting) -> np.ndarray:
-        limits = np.asarray(waiting.limits)
-        return limits if self.length is None else np.minimum(limits, self.length)
-
-    def verify_lengths(self, drafts: Drafts) -> np.ndarray:
-        drafted = np.asarray(drafts.drafted)
-        return drafted if self.length is None else np.minimum(drafted, self.length)
-
-
 class Threshold(DraftsAll):
     """Drafts up to the first whose own confidence is below `least`, whatever the load."""
 
@@ -216,35 +199,3 @@ def confidences(drafts: Drafts, name: str) -> np.ndarray:
             "or a drafter with a confidence head"
         )
     return drafts.confidence
-
-
-def make_policy(
-    name: str, costs: CostTable | None = None, temperatures: Sequence[float] = ()
-) -> Policy:
-    """A policy by name: "fixed", "fixed:3", "threshold:0.6", "prefix", "capacity" or "auto".
-
-    Args:
-        name: with its number where it has one.
-        costs: for prefix, capacity and auto.
-        temperatures: one for each slot that proposes, from calibration or all 1.
-
-    Raises:
-        ValueError: an unknown name, a number out of range, or no cost table where it is needed.
-    """
-    kind, _, number = name.partition(":")
-    try:
-        if kind == "fixed":
-            return Fixed(int(number) if number else None)
-        if kind == "threshold":
-            return Threshold(float(number), temperatures)
-    except ValueError as error:
-        raise ValueError(f"policy {name}: {error}") from error
-    policies = {"prefix": Prefix, "capacity": Capacity, "auto": Auto}
-    if kind not in policies or number:
-        raise ValueError(
-            f"policy {name}: expected fixed, fixed:LENGTH, threshold:PROBABILITY, prefix, capacity "
-            "or auto"
-        )
-    if costs is None:
-        raise ValueError(f"policy {name} needs a cost table: measure one, or give a file")
-    return policies[kind](costs, temperatures)

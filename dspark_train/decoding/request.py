@@ -18,6 +18,9 @@ class Request:
         max_new_tokens: ends with reason "length" after so many new tokens.
         eos_ids: ends with reason "stop" after one of these, which is kept; may be empty.
         text: follows the text where it is needed (stop strings, streaming).
+
+    Attributes:
+        traced: rounds tell the overlap of draft and target, which costs a pass over both.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Request:
         self.text = text
         self.randomness = Randomness(settings.seed)
         self.finish_reason: FinishReason | None = None
+        self.traced = False
 
     @property
     def new_tokens(self) -> list[int]:

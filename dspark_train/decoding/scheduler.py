@@ -8,6 +8,19 @@ verified may depend on everything before it, but neither on draft k itself nor o
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from torch.nn.utils.rnn import pad_sequence
+
+from dspark_train.decoding.cost_table import CostTable
+from dspark_train.decoding.policies import (
+    Auto,
+    Capacity,
+    Drafts,
+    Policy,
+    Prefix,
+    Threshold,
+    Waiting,
+)
 from dspark_train.decoding.proposers import Proposal
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.stats import Round
@@ -52,3 +65,84 @@ class Fixed:
 
     def observe(self, requests: Sequence[Request], rounds: Sequence[Round]) -> None:
         pass
+
+
+class Scheduled:
+    """A policy over arrays as the scheduler of an engine. One serves one engine.
+
+    Args:
+        policy: decides.
+        slots: K, drafts of a proposal at most.
+    """
+
+    def __init__(self, policy: Policy, slots: int) -> None:
+        self.policy, self.slots = policy, slots
+
+    def limits(self, requests: Sequence[Request]) -> list[int]:
+        room = np.clip([request.remaining - 1 for request in requests], 0, self.slots)
+        waiting = Waiting([id(request) for request in requests], room, _context(requests))
+        return self.policy.draft_lengths(waiting).tolist()
+
+    def schedule(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
+        drafted = np.array([len(proposal.tokens) for proposal in proposals])
+        if not drafted.any():
+            return drafted.tolist()
+        logits = _confidences(proposals)
+        return self.policy.verify_lengths(Drafts(logits, drafted, _context(requests))).tolist()
+
+    def observe(self, requests: Sequence[Request], rounds: Sequence[Round]) -> None:
+        ids = [id(request) for request in requests]
+        judged = np.array([one.judged for one in rounds])
+        self.policy.observe(ids, judged, np.array([one.accepted for one in rounds]))
+
+
+def make_scheduler(
+    name: str,
+    slots: int,
+    costs: CostTable | None = None,
+    temperatures: Sequence[float] | None = None,
+) -> Scheduler:
+    """A scheduler by name: "fixed", "fixed:3", "threshold:0.6", "prefix", "capacity" or "auto".
+
+    Args:
+        name: with its number where it has one.
+        slots: K, drafts of a proposal at most.
+        costs: for prefix, capacity and auto.
+        temperatures: `[K]` from calibration; None: 1.
+
+    Raises:
+        ValueError: an unknown name, a number out of range, or no cost table where it is needed.
+    """
+    kind, _, number = name.partition(":")
+    scale = [1.0] * slots if temperatures is None else list(temperatures)
+    try:
+        if kind == "fixed":
+            return Fixed(int(number) if number else None)
+        if kind == "threshold":
+            return Scheduled(Threshold(float(number), scale), slots)
+    except ValueError as error:
+        raise ValueError(f"policy {name}: {error}") from error
+    policies = {"prefix": Prefix, "capacity": Capacity, "auto": Auto}
+    if kind not in policies or number:
+        raise ValueError(
+            f"policy {name}: expected fixed, fixed:LENGTH, threshold:PROBABILITY, prefix, capacity "
+            "or auto"
+        )
+    if costs is None:
+        raise ValueError(f"policy {name} needs a cost table: measure one, or give a file")
+    return Scheduled(policies[kind](costs, scale), slots)
+
+
+def _context(requests: Sequence[Request]) -> float:
+    """Mean context length."""
+    return sum(len(request.tokens) for request in requests) / len(requests)
+
+
+def _confidences(proposals: Sequence[Proposal]) -> np.ndarray | None:
+    """Logits `[R, K]`, None where a proposal has none."""
+    given = [proposal.confidence for proposal in proposals if proposal.tokens]
+    if any(logits is None for logits in given):
+        return None
+    empty = given[0][:0]
+    rows = [proposal.confidence if proposal.tokens else empty for proposal in proposals]
+    return pad_sequence(rows, batch_first=True).float().cpu().numpy()

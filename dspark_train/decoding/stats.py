@@ -16,6 +16,7 @@ class Round:
         committed: tokens added, the residual or bonus token included.
         confidence: logits of the confidence head for the drafts, or None.
         draft, verify, other: seconds in the drafter, in the target, and in everything else.
+        overlap: `1 − ½‖draft − target‖₁` for the drafts, of traced requests; else None.
     """
 
     proposed: int
@@ -26,6 +27,7 @@ class Round:
     draft: float
     verify: float
     other: float
+    overlap: list[float] | None = None
 
 
 @dataclass

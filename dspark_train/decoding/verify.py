@@ -93,3 +93,17 @@ def verify_greedy(choices: Sequence[int], tokens: Sequence[int]) -> tuple[int, i
     while accepted < len(tokens) and tokens[accepted] == choices[accepted]:
         accepted += 1
     return accepted, choices[accepted]
+
+
+def overlap(
+    target_probs: torch.Tensor, tokens: Sequence[int], draft_probs: torch.Tensor | None
+) -> list[float]:
+    """`1 − ½‖draft − target‖₁` of L drafts: the chance that each is accepted once it is judged.
+
+    Arguments as those of `verify`.
+    """
+    L = len(tokens)
+    if draft_probs is None:
+        drafted = torch.tensor(tokens, dtype=torch.int64, device=target_probs.device)[:, None]
+        return target_probs[:L].gather(1, drafted)[:, 0].tolist()
+    return torch.minimum(target_probs[:L], draft_probs).sum(-1).tolist()

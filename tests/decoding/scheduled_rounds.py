@@ -9,7 +9,7 @@ import copy
 import itertools
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,16 @@ from dspark_train.decoding.policies import Drafts, DraftsAll, Policy, Waiting
 from dspark_train.decoding.verify import residual
 
 Tokens = tuple[int, ...]
+
+
+class FirstDrafts(DraftsAll):
+    """The first `length` drafts of every request, as the engine's scheduler `Fixed`."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def verify_lengths(self, drafts: Drafts) -> np.ndarray:
+        return np.minimum(drafts.drafted, self.length)
 
 
 @dataclass(frozen=True)
@@ -191,6 +201,3 @@ def _sequences(world: World, length: int) -> Iterator[Tokens]:
 def _chain(world: World, r: int, tokens: Tokens) -> float:
     rows = [world.target(r, tokens[:i])[token] for i, token in enumerate(tokens)]
     return float(np.prod(rows))
-
-
-MakePolicy = Callable[[], Policy]

@@ -1,14 +1,16 @@
 """A batch gives what each request gives alone (fault kinds 7, 13, 18, 20, 22)."""
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 
+from dspark_train.decoding import engine as engine_module
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer, LookupProposer, PlainProposer
 from dspark_train.decoding.request import Request
-from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.decoding.sampling import SamplingSettings, warp
 from dspark_train.decoding.scheduler import Fixed
 from tests.random_drafter import make_drafter
 
@@ -182,3 +184,29 @@ def test_what_cannot_be_added_or_removed_is_refused(target):
     (finished,) = engine.take_finished()
     with pytest.raises(ValueError, match="length"):
         engine.add([finished])
+
+
+@pytest.mark.parametrize("name", ["lookup", "dspark"])
+def test_traced_requests_tell_the_overlap_of_draft_and_target(target, name):
+    """Half the L1 distance of the rows that were verified; 0 or 1 where both are one-hot."""
+    engine, batch, expected = Engine(target, proposers(target)[name], rows=4), requests(), []
+    batch = [Request(r.tokens, r.settings, 30) for r in batch[1:]]
+    for request in batch[:3]:
+        request.traced = True
+    engine.add(batch)
+    real = engine_module.decide
+
+    def watched(requests, logits, proposals):
+        counts = [len(proposal.tokens) + 1 for proposal in proposals]
+        for request, proposal, rows in zip(requests, proposals, logits.split(counts), strict=True):
+            drawn = proposal.probs
+            draft = torch.eye(5)[proposal.tokens] if drawn is None else drawn
+            apart = (warp(rows[:-1], request.settings) - draft).abs().sum(-1)
+            expected.append((1 - 0.5 * apart).tolist() if request.traced else None)
+        return real(requests, logits, proposals)
+
+    with mock.patch.object(engine_module, "decide", watched):
+        found = [r.overlap for _ in range(3) for r in engine.step()]
+    for overlap, by_definition in zip(found, expected, strict=True):
+        assert overlap == (by_definition and pytest.approx(by_definition, abs=1e-6))
+    assert any(0 < x < 1 for overlap in found if overlap for x in overlap)

@@ -11,13 +11,11 @@ from dspark_train.decoding.policies import (
     Auto,
     Capacity,
     Drafts,
-    Fixed,
     Prefix,
     Threshold,
-    make_policy,
 )
 from dspark_train.decoding.survival import fill, ranked
-from tests.decoding.scheduled_rounds import World, error, found
+from tests.decoding.scheduled_rounds import FirstDrafts, World, error, found
 
 TOLERANCE = 1e-9
 # falling, with a cliff before 4 tokens that the first drop stops at, and better sizes behind it
@@ -67,9 +65,9 @@ class DraftsByLuck(Auto):
 
 ONES = (1.0, 1.0)
 LAWFUL = {
-    "fixed 0": lambda costs: Fixed(0),
-    "fixed 1": lambda costs: Fixed(1),
-    "fixed": lambda costs: Fixed(),
+    "fixed 0": lambda costs: FirstDrafts(0),
+    "fixed 1": lambda costs: FirstDrafts(1),
+    "fixed 2": lambda costs: FirstDrafts(2),
     "threshold": lambda costs: Threshold(0.5, (1.5, 0.8)),
     "prefix": lambda costs: Prefix(costs, (1.5, 0.8)),
     "capacity": lambda costs: Capacity(costs, ONES, lag=1),
@@ -153,7 +151,7 @@ class Forgetful(AppendixA):
         return (1.4, 20.0, 20.0 if tokens and tokens[-1] == 0 else -20.0)[len(tokens) - committed]
 
 
-@pytest.mark.parametrize("policy", [Fixed(1), Prefix(JAGGED, (1.0,) * 3)])
+@pytest.mark.parametrize("policy", [FirstDrafts(1), Prefix(JAGGED, (1.0,) * 3)])
 def test_policies_without_memory_allow_one_number_per_position(policy) -> None:
     assert error(Forgetful(), policy, 1, 5, keyed=True) < TOLERANCE
 
@@ -189,14 +187,3 @@ def test_ties_go_to_the_lower_request() -> None:
         [2, 1, 2],
         [2, 2, 2],
     ]
-
-
-def test_names() -> None:
-    assert make_policy("fixed:3").length == 3
-    assert make_policy("fixed").length is None
-    assert isinstance(make_policy("auto", FLAT, ONES), Auto)
-    for name in ("fixed:x", "fixed:-1", "threshold:2", "threshold", "best", "auto:3"):
-        with pytest.raises(ValueError, match=f"policy {name}"):
-            make_policy(name, FLAT, ONES)
-    with pytest.raises(ValueError, match="needs a cost table"):
-        make_policy("prefix")

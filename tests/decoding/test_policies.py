@@ -14,11 +14,9 @@ from dspark_train.decoding.policies import (
     Auto,
     Capacity,
     Drafts,
-    Fixed,
     Prefix,
     Threshold,
     Waiting,
-    make_policy,
 )
 from dspark_train.decoding.survival import survival
 
@@ -84,16 +82,13 @@ def test_capacity_is_the_best_of_all_allocations() -> None:
     assert better_than_prefix > 10
 
 
-def test_threshold_and_fixed_by_hand() -> None:
+def test_threshold_by_hand() -> None:
     logits = np.array([[2.0, 2.0, -1.0], [-1.0, 5.0, 5.0], [2.0, 2.0, 2.0]], dtype=np.float32)
     drafts = Drafts(logits, np.array([3, 3, 1]))
     assert Threshold(0.5, (1.0,) * 3).verify_lengths(drafts).tolist() == [2, 0, 1]
     assert Threshold(0.0, (1.0,) * 3).verify_lengths(drafts).tolist() == [3, 3, 1]
     # σ(2 / 4) = 0.62
     assert Threshold(0.7, (1.0, 4.0, 1.0)).verify_lengths(drafts).tolist() == [1, 0, 1]
-    assert Fixed(2).verify_lengths(drafts).tolist() == [2, 2, 1]
-    assert Fixed().verify_lengths(drafts).tolist() == [3, 3, 1]
-    assert Fixed(2).draft_lengths(Waiting([0, 1], np.array([7, 1]))).tolist() == [2, 1]
 
 
 def test_what_is_not_a_number_is_no_confidence() -> None:
@@ -101,21 +96,19 @@ def test_what_is_not_a_number_is_no_confidence() -> None:
     logits = np.full((3, 2), 3.0, dtype=np.float32)
     logits[1] = np.nan
     flat = CostTable.from_steps_per_second((1.0,) * 9)
-    for name in ("prefix", "threshold:0.5", "auto"):
-        policy = make_policy(name, flat, (1.0, 1.0))
+    ones = (1.0, 1.0)
+    for policy in (Prefix(flat, ones), Threshold(0.5, ones), Auto(flat, ones)):
         lengths = [policy.verify_lengths(Drafts(logits, np.array([2, 2, 2]))) for _ in range(3)]
         assert [n.tolist() for n in lengths] == [[2, 0, 2]] * 3
 
 
 def test_without_confidences() -> None:
     drafts = Drafts(None, np.array([2]))
-    for name in ("prefix", "threshold:0.5", "capacity"):
+    flat, ones = CostTable.from_steps_per_second((1.0,)), (1.0, 1.0)
+    for policy in (Prefix(flat, ones), Threshold(0.5, ones), Capacity(flat, ones)):
         with pytest.raises(ValueError, match="needs confidences"):
-            make_policy(name, CostTable.from_steps_per_second((1.0,)), (1.0,)).verify_lengths(
-                drafts
-            )
-    auto = make_policy("auto", CostTable.from_steps_per_second((1.0,)), (1.0, 1.0))
-    assert auto.verify_lengths(drafts).tolist() == [2]
+            policy.verify_lengths(drafts)
+    assert Auto(flat, ones).verify_lengths(drafts).tolist() == [2]
 
 
 def test_capacity_follows_the_number_of_requests() -> None:
@@ -210,12 +203,12 @@ def large_batch() -> tuple[Drafts, CostTable]:
     return Drafts(logits, np.full(256, 7)), CostTable.from_steps_per_second(speeds.tolist())
 
 
-@pytest.mark.parametrize("name", ["fixed:4", "threshold:0.6", "prefix", "capacity", "auto"])
-def test_a_decision_for_256_requests_takes_less_than_100_microseconds(name) -> None:
+@pytest.mark.parametrize("kind", [Prefix, Capacity, Auto])
+def test_a_decision_for_256_requests_takes_less_than_100_microseconds(kind) -> None:
     drafts, costs = large_batch()
-    policy = make_policy(name, costs, (1.0,) * 7)
+    policy = kind(costs, (1.0,) * 7)
     taken = microseconds(lambda: policy.verify_lengths(drafts))
-    print(f"{name}: {taken:.0f} µs")
+    print(f"{kind.__name__}: {taken:.0f} µs")
     assert taken < 100
 
 

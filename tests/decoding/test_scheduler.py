@@ -1,0 +1,105 @@
+"""Policies as schedulers of the engine: named, given what they need, and exact by enumeration."""
+
+import pytest
+import torch
+
+from dspark_train.decoding.cost_table import CostTable
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.policies import Auto, Capacity, Prefix, Threshold
+from dspark_train.decoding.proposers import BlockProposer, LookupProposer, Proposal
+from dspark_train.decoding.request import Request
+from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.decoding.scheduler import Fixed, Scheduled, make_scheduler
+from dspark_train.decoding.survival import fill
+from tests.random_drafter import make_drafter
+from tests.test_exactness import TOLERANCE, greatest_error
+
+ONES = [1.0, 1.0]
+FLAT = CostTable.from_steps_per_second((1.0,) * 12)
+# one or two drafts cost more than they bring, unless confidences say that both are good
+VALLEY = CostTable.from_steps_per_second((1.0, 0.5, 0.45))
+
+
+class Retrospective(Prefix):
+    """Unlawful: the best number of extensions for live confidences."""
+
+    def admit(self, live, ranking, drafts):
+        return fill(live, ranking, int(self.theta(ranking, drafts).argmax()))
+
+
+def engine(random_target, policy) -> Engine:
+    """Drafts with confidences that change sign with the token before."""
+    target = random_target(vocab_size=4, num_layers=2)
+    drafter = make_drafter(target, 2, True, "vanilla")
+    weight = drafter.confidence_head.proj.weight.data
+    weight[:, : target.hidden_size] = 0
+    weight[:, target.hidden_size :] *= 50
+    proposer = BlockProposer(drafter, target.head, 4)
+    return Engine(target, proposer, 4, scheduler=Scheduled(policy, 2))
+
+
+@pytest.mark.parametrize("sampler", [SamplingSettings(1.0), SamplingSettings(0.7, top_k=3)])
+@pytest.mark.parametrize("policy", [Threshold(0.5, ONES), Prefix(FLAT, ONES), Prefix(VALLEY, ONES)])
+def test_the_engine_is_lossless_under_policies_without_memory(random_target, policy, sampler):
+    assert greatest_error(engine(random_target, policy), sampler) < TOLERANCE
+
+
+def test_the_engine_under_an_unlawful_policy_is_found(random_target):
+    unlawful = Retrospective(VALLEY, ONES)
+    assert greatest_error(engine(random_target, unlawful), SamplingSettings(1.0)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "name", ["fixed", "fixed:1", "threshold:0.6", "prefix", "capacity", "auto"]
+)
+def test_greedy_output_does_not_depend_on_the_policy(random_target, name):
+    target = random_target(vocab_size=5, seed=3)
+    prompts = [[1, 2, 3], [4], [0, 0, 1, 2]]
+
+    def outputs(scheduler, rows):
+        proposer = BlockProposer(make_drafter(target, 4), target.head)
+        batch = [Request(prompt, SamplingSettings(), 20) for prompt in prompts]
+        one = Engine(target, proposer, rows=rows, scheduler=scheduler)
+        one.add(batch)
+        while one.requests:
+            one.step()
+            one.take_finished()
+        return [request.new_tokens for request in batch]
+
+    costs = CostTable.from_steps_per_second((1.0, 1.0, 0.9, 0.8, 0.7, 0.4, 0.39, 0.38, 0.2))
+    scheduler = make_scheduler(name, 4, costs, [1.0, 0.7, 2.0, 1.0])
+    assert outputs(scheduler, 3) == outputs(Fixed(0), 3)
+
+
+def test_names() -> None:
+    assert make_scheduler("fixed:3", 7).length == 3
+    assert make_scheduler("fixed", 7).length is None
+    kinds = {"prefix": Prefix, "capacity": Capacity, "auto": Auto}
+    for name, kind in kinds.items():
+        assert isinstance(make_scheduler(name, 2, FLAT).policy, kind)
+    for name in ("fixed:x", "fixed:-1", "threshold:2", "threshold", "best", "auto:3"):
+        with pytest.raises(ValueError, match=f"policy {name}"):
+            make_scheduler(name, 2, FLAT)
+    with pytest.raises(ValueError, match="needs a cost table"):
+        make_scheduler("prefix", 2)
+
+
+def test_proposals_of_any_length_reach_the_policy() -> None:
+    requests = [Request([1, 2], SamplingSettings(), limit) for limit in (20, 2, 1)]
+    scheduler = Scheduled(Prefix(FLAT, [1.0] * 3), 3)
+    assert scheduler.limits(requests) == [3, 1, 0]
+    given = [
+        Proposal([1, 2, 3], None, torch.tensor([3.0, 3.0, 3.0])),
+        Proposal([1], None, torch.tensor([3.0])),
+        Proposal(),
+    ]
+    assert scheduler.schedule(requests, given) == [3, 1, 0]
+    assert scheduler.schedule(requests, [Proposal()] * 3) == [0, 0, 0]
+
+
+def test_a_proposer_without_confidences_is_refused_where_they_are_needed(random_target) -> None:
+    target = random_target()
+    one = Engine(target, LookupProposer(3, shortest=1), scheduler=make_scheduler("prefix", 3, FLAT))
+    one.add([Request([1, 2, 1, 2, 1], SamplingSettings(), 9)])
+    with pytest.raises(ValueError, match="policy prefix needs confidences"):
+        one.step()
