@@ -57,7 +57,8 @@ class CaptureConfig:
 
     `mode` is "offline" (features are stored) or "online" (the target computes them while training,
     on `device` if that is given). `dtype` is float32, bfloat16, fp8 or int8. With `batch_tokens=1`
-    every document has a forward pass of its own. `plan` only prints what a capture would take.
+    every document has a forward pass of its own. `plan` only prints what a capture would take;
+    the stage `verify` computes `verify_documents` afresh.
     """
 
     mode: str = "offline"
@@ -70,6 +71,7 @@ class CaptureConfig:
     batch_tokens: int = 4096
     max_length: int = 4096
     shard_mb: int = 512
+    verify_documents: int = 8
 
 
 @dataclass(frozen=True)

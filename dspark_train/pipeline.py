@@ -16,7 +16,7 @@ from dspark_train.noise import silence_libraries
 from dspark_train.stages.stage import Stage
 
 STAGES = ("rollout", "capture", "train", "heads", "calibrate", "export", "bench")
-COMMANDS = ("generate",)  # leave no artifact
+COMMANDS = ("generate", "verify")  # leave no artifact
 
 
 def run(config: Config, given: Sequence[str] = ()) -> None:
@@ -36,9 +36,11 @@ def run(config: Config, given: Sequence[str] = ()) -> None:
     if not config.stages:
         raise ValueError(f"stages=[] asks for nothing: expected some of {list(known)}")
     refuse_contradictions(config, given)
-    for name in STAGES:
-        if name in config.stages:
+    for name in (name for name in STAGES if name in config.stages):
+        if name != "capture" or not config.capture.plan:
             run_stage(config, name)
+        elif ranks.first():
+            load("plan").run(config)
     for name in COMMANDS:
         if name in config.stages and ranks.first():
             load(name).run(config)

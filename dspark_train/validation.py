@@ -52,7 +52,9 @@ def _data(config: Config) -> Iterator[Check]:
     yield c.mode in MODES, "capture.mode", c.mode, f"one of {MODES}"
     ordered = c.taps is None or (c.taps == sorted(set(c.taps)) and min(c.taps, default=-1) >= 0)
     yield ordered, "capture.taps", c.taps, "null, or layers from 0 on in ascending order"
-    yield from _positive("capture", c, "num_taps", "batch_tokens", "max_length", "shard_mb")
+    yield from _positive(
+        "capture", c, "num_taps", "batch_tokens", "max_length", "shard_mb", "verify_documents"
+    )
 
 
 def _drafter(config: Config) -> Iterator[Check]:

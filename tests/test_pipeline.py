@@ -7,12 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark_train.artifacts import Artifact, manifest_sha
+from dspark_train.artifacts import Artifact
 from dspark_train.decoding import SpeculativeDecoder
-from dspark_train.disk import sha256_file
 from dspark_train.target import Target
 from tests import tiny_language
-from tests.tiny_pipeline import Run, arguments, fingerprints, run_main, write_prompts
+from tests.tiny_pipeline import (
+    Run,
+    arguments,
+    fingerprints,
+    rewrite_manifest,
+    run_main,
+    write_prompts,
+)
 
 ROW = {
     "name",
@@ -181,16 +187,12 @@ def test_other_contents_upstream_redo_what_was_made_of_them(
     tiny_run_finished: Run, tmp_path: Path
 ) -> None:
     """The same settings may give other tokens (another machine): settings alone do not tell."""
-    manifest = tmp_path / "run" / "rollout" / "manifest.json"
-    state = json.loads(manifest.read_text())
-    shard = manifest.with_name(state["facts"]["shards"][0])
+    rollout = tmp_path / "run" / "rollout"
+    shard = rollout / Artifact.open(rollout).facts["shards"][0]
     rows = [json.loads(line) for line in shard.read_text().splitlines()]
     rows[0]["response"] = rows[0]["response"][:-1]
     shard.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    entry = {"bytes": shard.stat().st_size, "sha256": sha256_file(shard)}
-    state["files"][shard.name] = entry
-    state["manifest_sha256"] = manifest_sha(state)
-    manifest.write_text(json.dumps(state))
+    rewrite_manifest(rollout, shard.name)
     ended = tiny_run_finished("stages=[rollout,capture]")
     assert ended.status == 0, ended
     assert ended.out.count("finished before") == 1

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from dspark_train.__main__ import main
-from dspark_train.artifacts import Artifact
+from dspark_train.artifacts import Artifact, manifest_sha
+from dspark_train.aside import MANIFEST
+from dspark_train.disk import sha256_file
 from dspark_train.target import Target
 from tests import tiny_language
 
@@ -123,3 +125,12 @@ def other_weights(target: Target) -> None:
     """Same sizes, other numbers."""
     for parameter in target.model.parameters():
         parameter.data.mul_(1.1)
+
+
+def rewrite_manifest(directory: Path, name: str) -> None:
+    """Make a manifest agree with a file that was changed."""
+    path = directory / MANIFEST
+    manifest, file = json.loads(path.read_text()), directory / name
+    manifest["files"][name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
+    manifest["manifest_sha256"] = manifest_sha(manifest)
+    path.write_text(json.dumps(manifest))

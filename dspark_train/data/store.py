@@ -71,6 +71,10 @@ class FeatureStore:
         shard, index = self._place(number)
         return shard.tokens(index)
 
+    def shard_of(self, number: int) -> Path:
+        """The file that holds a document."""
+        return self._place(number)[0].path
+
     def _place(self, number: int) -> tuple[Shard, int]:
         if not 0 <= number < len(self):
             raise IndexError(f"document {number} of {len(self)} in {self.directory}")
@@ -89,4 +93,13 @@ class FeatureStore:
         """
         for shard in self._shards:
             self._artifact.file(shard.path.name)
+        self.check_finite()
+
+    def check_finite(self) -> None:
+        """Read every byte and look for NaN and Inf.
+
+        Raises:
+            ValueError: naming the file, the document and the tensor.
+        """
+        for shard in self._shards:
             shard.check_finite()

@@ -6,13 +6,18 @@ from pathlib import Path
 import torch
 
 from dspark_train.artifacts import Artifact
-from dspark_train.config import Config
+from dspark_train.config import CaptureConfig, Config
 from dspark_train.data.datamodule import Features
 from dspark_train.data.online import OnlineFeatures
 from dspark_train.data.store import FeatureStore
 from dspark_train.stages.capture import make_plan
 from dspark_train.stages.targets import load_target, require_same_target
 from dspark_train.target import Target
+
+
+def captured_as(config: Config, capture: Artifact) -> CaptureConfig:
+    """The settings that a capture was made with, and the configured ones that decide nothing."""
+    return replace(config.capture, **capture.settings["capture"])
 
 
 def open_features(config: Config, capture: Artifact, target: Target) -> Features:
@@ -34,7 +39,7 @@ def open_features(config: Config, capture: Artifact, target: Target) -> Features
             f"{rollout.directory} is not what {capture.directory} was made of: run the capture "
             "stage again with stages=[capture]"
         )
-    c = replace(config.capture, **capture.settings["capture"])
+    c = captured_as(config, capture)
     if c.device is not None and torch.device(c.device) != target.device:
         config = replace(config, target=replace(config.target, device=c.device))
         target = load_target(config)
