@@ -81,6 +81,8 @@ class DrafterSettings:
     `markov_head_type` null: no sequential head, "selector": DFlash2's over the `selector_top_k`
     best. `conv_kernel_size` taps of DFlash2's convolutions, null: none. `draft_vocab_size`: draft
     only that many tokens, the most frequent ones of the training documents; null: all.
+    `sliding_window`: slots of sliding layers see that many positions up to their own; `layer_types`
+    says which layers slide ("sliding_attention", "full_attention"), null: all if there is a window.
     """
 
     num_hidden_layers: int = 5
@@ -100,6 +102,8 @@ class DrafterSettings:
     conv_group_size: int = 16
     selector_top_k: int = 16
     draft_vocab_size: int | None = None
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,8 @@ class TrainConfig:
     One step reads `batch_documents` documents, packed into rows of at most `row_tokens` tokens (0:
     one document a row), with at most `anchors` blocks drawn from each. `loss_memory_mb` is the
     budget of the lean loss for logits; null takes the reference loss, which holds all of them.
+    `attention` is "two_part" (exact, any device), "flex" (FlexAttention, CUDA) or "auto" (flex on
+    CUDA, two_part elsewhere); decoding takes two_part always.
     """
 
     epochs: int = 10
@@ -144,6 +150,7 @@ class TrainConfig:
     clip: float = 1.0
     precision: str = "bf16-mixed"
     loss_memory_mb: float | None = 128.0
+    attention: str = "auto"
     validation: float = 0.02
     checkpoint_minutes: float = 10.0
     workers: int = 0

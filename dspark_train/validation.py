@@ -5,11 +5,12 @@ from typing import Any, get_args
 
 from dspark_train.config import Config, GenerateConfig, RolloutConfig
 from dspark_train.decoding.loading import ProposerName
-from dspark_train.drafter.config import MARKOV_HEADS
+from dspark_train.drafter.config import MARKOV_HEADS, SLIDING, window_problems
 
 DTYPES = ("float32", "bfloat16", "float16")
 STORED = ("float32", "bfloat16", "fp8", "int8")
 MODES = ("offline", "online")
+ATTENTION = ("auto", "two_part", "flex")
 SCHEDULES = ("joint", "staged")
 PROPOSERS = get_args(ProposerName)
 
@@ -82,6 +83,12 @@ def _drafter(config: Config) -> Iterator[Check]:
     for key in ("conv_kernel_size", "draft_vocab_size"):
         yield (getattr(d, key) or 1) > 0, f"drafter.{key}", getattr(d, key), expected
     yield from _positive("drafter", d, "conv_group_size", "selector_top_k")
+    types = d.layer_types
+    if types is None and d.sliding_window is not None:
+        types = [SLIDING] * d.num_hidden_layers
+    wrong = window_problems(types, d.sliding_window, d.num_hidden_layers, d.block_size)
+    given = (d.sliding_window, d.layer_types)
+    yield not wrong, "drafter.(sliding_window, layer_types)", given, "; ".join(wrong)
     schedule, has_heads = config.schedule, d.markov_head_type or d.enable_confidence_head
     yield schedule in SCHEDULES, "schedule", schedule, f"one of {SCHEDULES}"
     expected = "joint where the drafter has no heads: there is nothing to train in a second stage"
@@ -109,6 +116,7 @@ def _training(config: Config) -> Iterator[Check]:
     memory = n.loss_memory_mb
     expected = "a positive number, or null for the reference loss"
     yield memory is None or memory > 0, "train.loss_memory_mb", memory, expected
+    yield n.attention in ATTENTION, "train.attention", n.attention, f"one of {ATTENTION}"
     yield wandb in (None, "offline", "online"), "logger.wandb", wandb, "offline, online or null"
 
 

@@ -71,10 +71,10 @@ def test_every_key_can_be_overridden() -> None:
 
 
 def test_every_key_checks_its_type_and_all_are_named() -> None:
-    default = configured()
+    default, null_lists = configured(), ("capture.taps", "drafter.layer_types")
 
     def wrong(key: str) -> str:
-        listed = isinstance(value(default, key), dict | list) or key == "capture.taps"
+        listed = isinstance(value(default, key), dict | list) or key in null_lists
         return "3" if listed else "[{a: 1}]"
 
     with pytest.raises(ValueError, match="settings:") as caught:
@@ -145,6 +145,9 @@ def test_a_missing_key_is_named() -> None:
         (["drafter.head_dim=7"], "drafter.head_dim=7: expected an even number"),
         (["drafter.mask_token_id=-1"], "drafter.mask_token_id=-1"),
         (["drafter=dflash", "schedule=staged"], "expected joint where the drafter has no heads"),
+        (["train.attention=dense"], "train.attention=dense: expected one of"),
+        (["drafter.sliding_window=3"], "expected at least block_size=7"),
+        (["objective.kl=-1"], "objective.kl=-1.0: expected at least 0"),
         (["objective.ce=0", "objective.tv=0"], "one of them positive"),
         (["train.betas=[0.9]"], r"train.betas=\[0.9\]: expected two"),
         (["train.workers=-1"], "train.workers=-1: expected at least 0"),

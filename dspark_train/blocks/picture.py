@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dspark_train.blocks.mask import context_mask
+from dspark_train.blocks.mask import ContextSpan
 from dspark_train.blocks.slots import BlockSlots
 
 if TYPE_CHECKING:
@@ -36,7 +36,11 @@ def draw_slots(axes: "Axes", slots: BlockSlots, anchor: int = 5) -> None:
 
 
 def attention_picture(
-    slots: BlockSlots, anchors: torch.Tensor, starts: torch.Tensor, context_length: int
+    slots: BlockSlots,
+    anchors: torch.Tensor,
+    starts: torch.Tensor,
+    context_length: int,
+    window: int | None = None,
 ) -> torch.Tensor:
     """What every slot attends to, as one matrix (training never builds it).
 
@@ -44,14 +48,17 @@ def attention_picture(
         slots: the convention.
         anchors, starts: `[A]` anchors in a row, and where their documents start.
         context_length: S.
+        window: of a sliding layer.
 
     Returns:
         `[A·K, S + A·K]` bool.
     """
     K, A = slots.block_size, len(anchors)
-    context = context_mask(anchors[None], starts[None], context_length)[0]
+    positions = slots.positions(anchors - starts)[None]
+    span = ContextSpan(starts[None], anchors[None])
+    context = span.mask(context_length, positions, window)[0].expand(A, K, context_length)
     own = torch.eye(A, dtype=torch.bool).repeat_interleave(K, 0).repeat_interleave(K, 1)
-    return torch.cat((context.repeat_interleave(K, 0), own), dim=1)
+    return torch.cat((context.flatten(0, 1), own), dim=1)
 
 
 def draw_attention(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache
 
+from dspark_train.blocks import ContextSpan
 from dspark_train.decoding.cache_layer import KeysValues, RowLayer
 
 
@@ -152,10 +153,10 @@ class DraftCache(KVCache):
             for layer in self.layers
         ]
 
-    def visible(self, device: torch.device) -> torch.Tensor | None:
-        """Which positions of `context` a row holds, `[n, 1, longest]` bool; None: all of them."""
+    def visible(self, device: torch.device) -> ContextSpan | None:
+        """Which positions of `context` the active rows hold; None: all of them."""
         lengths = self.active_lengths
         if min(lengths) == max(lengths):
             return None
-        columns = torch.arange(max(lengths), device=device)
-        return columns < torch.tensor(lengths, device=device)[:, None, None]
+        ends = torch.tensor(lengths, device=device)[:, None]
+        return ContextSpan(torch.zeros_like(ends), ends)

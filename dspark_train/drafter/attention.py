@@ -2,12 +2,15 @@
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark_train.drafter.config import DrafterConfig
+from dspark_train.drafter.flex import flex_attend
+from dspark_train.drafter.two_part import KeysValues, two_part_attend
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-KeysValues = tuple[torch.Tensor, torch.Tensor]
+Mask = torch.Tensor | BlockMask | None
 
 
 class RMSNorm(nn.Module):
@@ -57,8 +60,8 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 class BlockAttention(nn.Module):
     """KV injection (DFlash, section 3): keys and values `[W H ; W X]`, queries from X only.
 
-    Scores against context and own block share one softmax; the square of all slots against all
-    slots and context is never built, so compute grows linearly with the number of blocks.
+    How context and own block come under one softmax without the square of all slots against all
+    slots is the affair of `two_part.py` and `flex.py`, which agree.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -80,11 +83,7 @@ class BlockAttention(nn.Module):
         return keys.transpose(-3, -2), self.v_proj(x).view(heads).transpose(-3, -2)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        rotation: Rotation,
-        context: KeysValues,
-        context_mask: torch.Tensor | None,
+        self, x: torch.Tensor, rotation: Rotation, context: KeysValues, mask: Mask
     ) -> torch.Tensor:
         """Attend from every slot.
 
@@ -92,35 +91,14 @@ class BlockAttention(nn.Module):
             x: `[B, A, K, D]` normed block states.
             rotation: angles `[B, A, K, d]` of the slots.
             context: keys and values `[B, Hkv, S, d]`.
-            context_mask: `[B, A, S]` bool, or None where all of the context is visible.
+            mask: `[B, A, K or 1, S]` bool of the context, or None where all of it is visible; or
+                a block mask over context and slots, which takes FlexAttention.
 
         Returns:
             `[B, A, K, D]`.
         """
-        B, A, K, _ = x.shape
-        H, d, S = self.kv_heads, self.head_dim, context[0].shape[2]
-        G = self.heads // H
-        queries = rotate(self.q_norm(self.q_proj(x).view(B, A, K, -1, d)), rotation)
-        # [B, A, H, G·K, d]: the query heads of one KV head side by side
-        queries = (
-            queries.view(B, A, K, H, G, d).permute(0, 1, 3, 4, 2, 5).reshape(B, A, H, G * K, d)
-        )
-        keys, values = self.keys_values(x, rotation)
-
-        over_context = queries.transpose(1, 2).reshape(B, H, A * G * K, d)
-        context_scores = (over_context @ context[0].to(queries.dtype).transpose(-1, -2)).view(
-            B, H, A, G * K, S
-        )
-        block_scores = (queries @ keys.transpose(-1, -2)).transpose(1, 2)
-        scores = torch.cat((context_scores, block_scores), dim=-1).float() * d**-0.5
-        if context_mask is not None:
-            hidden = ~context_mask[:, None, :, None, :]
-            scores[..., :S] = scores[..., :S].masked_fill(hidden, float("-inf"))
-        weights = scores.softmax(-1).to(values.dtype)
-
-        from_context = weights[..., :S].reshape(B, H, A * G * K, S) @ context[1].to(values.dtype)
-        from_block = weights[..., S:].transpose(1, 2) @ values
-        mixed = from_context.view(B, H, A, G, K, d).permute(0, 2, 4, 1, 3, 5) + from_block.view(
-            B, A, H, G, K, d
-        ).permute(0, 1, 4, 2, 3, 5)
-        return self.o_proj(mixed.reshape(B, A, K, -1))
+        heads = (*x.shape[:-1], self.heads, self.head_dim)
+        queries = rotate(self.q_norm(self.q_proj(x).view(heads)), rotation)
+        own = self.keys_values(x, rotation)
+        attend = flex_attend if isinstance(mask, BlockMask) else two_part_attend
+        return self.o_proj(attend(queries, context, own, mask).flatten(-2))

@@ -4,9 +4,10 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from dspark_train.drafter.attention import BlockAttention, KeysValues, RMSNorm, Rotation
+from dspark_train.drafter.attention import BlockAttention, Mask, RMSNorm, Rotation
 from dspark_train.drafter.config import DrafterConfig
 from dspark_train.drafter.convolution import BlockConvolution
+from dspark_train.drafter.two_part import KeysValues
 
 
 class GatedMLP(nn.Module):
@@ -42,12 +43,12 @@ class DrafterLayer(nn.Module):
         x: torch.Tensor,
         rotation: Rotation,
         context: KeysValues,
-        context_mask: torch.Tensor | None,
+        mask: Mask,
     ) -> torch.Tensor:
         """Block states `[B, A, K, D]` to block states of the same shape."""
 
         def attend(states: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(states, rotation, context, context_mask)
+            return self.self_attn(states, rotation, context, mask)
 
         if self.convolves:
             x = x + self.attention_conv.around(attend, self.input_layernorm(x))

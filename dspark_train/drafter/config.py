@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from dspark_train.blocks import BlockSlots
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 MARKOV_HEADS = ("vanilla", "gated", "rnn", "selector")
 
 
@@ -18,6 +19,9 @@ class DrafterConfig(PreTrainedConfig):
     None, "vanilla", "gated", "rnn", or DFlash2's "selector" of the `selector_top_k` best.
     `conv_kernel_size` taps of DFlash2's convolutions over groups of `conv_group_size` channels,
     None without. `draft_vocab_size` tokens can be drafted (the buffer `d2t` says which), None: all.
+    `layer_types` says which layers are "sliding_attention": their slots see `sliding_window`
+    positions up to their own, and their block; without it all layers slide if there is a window,
+    else none.
     `confidence_temperatures` holds one value per proposal, by which confidence logits are divided.
     `target` identifies the target the drafter was trained for.
 
@@ -58,10 +62,14 @@ class DrafterConfig(PreTrainedConfig):
     conv_group_size: int = 16
     selector_top_k: int = 16
     draft_vocab_size: int | None = None
+    layer_types: list | None = None
+    sliding_window: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+        if self.sliding_window is not None and self.layer_types is None:
+            self.layer_types = [SLIDING] * self.num_hidden_layers
         if self.target_layer_ids is None:
             self.target_layer_ids = [1]
         super().__post_init__(**kwargs)
@@ -71,6 +79,12 @@ class DrafterConfig(PreTrainedConfig):
     @property
     def slots(self) -> BlockSlots:
         return BlockSlots(self.block_size, self.sample_from_anchor)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Per layer how many positions a slot sees up to its own, None: all."""
+        types = self.layer_types or [FULL] * self.num_hidden_layers
+        return [self.sliding_window if kind == SLIDING else None for kind in types]
 
     @property
     def draft_vocabulary(self) -> int:
@@ -109,6 +123,9 @@ class DrafterConfig(PreTrainedConfig):
             problems.append(
                 f"draft_vocab_size={self.draft_vocab_size}, expected 1 to {self.vocab_size} or null"
             )
+        problems += window_problems(
+            self.layer_types, self.sliding_window, self.num_hidden_layers, self.block_size
+        )
         taps = self.target_layer_ids
         layers = self.num_target_layers
         behind = layers is not None and taps[-1:] >= [layers - 1]
@@ -126,3 +143,24 @@ class DrafterConfig(PreTrainedConfig):
                 "positive numbers, one per proposal"
             )
         return problems
+
+
+def window_problems(
+    layer_types: list[str] | None, window: int | None, num_layers: int, block_size: int
+) -> list[str]:
+    """What is wrong with a drafter's sliding layers, in words."""
+    problems, types = [], layer_types or []
+    if layer_types is not None and (len(types) != num_layers or set(types) - {FULL, SLIDING}):
+        problems.append(
+            f"layer_types={types}, expected {FULL!r} or {SLIDING!r} for each of {num_layers} layers"
+        )
+    slides = SLIDING in types
+    if slides != (window is not None):
+        wanted = "a number where layer_types has a sliding layer, null where it has none"
+        problems.append(f"sliding_window={window}, expected {wanted}")
+    elif slides and window < block_size:
+        problems.append(
+            f"sliding_window={window}, expected at least block_size={block_size}: a block sees "
+            "itself"
+        )
+    return problems

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from dspark_train.drafter.attention import KeysValues, RMSNorm, Rotary
+from dspark_train.blocks import ContextSpan
+from dspark_train.drafter.attention import RMSNorm, Rotary
 from dspark_train.drafter.backbone import DrafterLayer
 from dspark_train.drafter.confidence import ConfidenceHead
 from dspark_train.drafter.config import DrafterConfig
@@ -16,6 +17,8 @@ from dspark_train.drafter.convolution import BlockConvolution
 from dspark_train.drafter.markov import GatedMarkovHead, MarkovHead
 from dspark_train.drafter.rnn import RnnMarkovHead
 from dspark_train.drafter.selector import CandidateSelector
+from dspark_train.drafter.two_part import KeysValues
+from dspark_train.drafter.visibility import Visibility
 
 MARKOV_CLASSES = {
     "vanilla": MarkovHead,
@@ -37,6 +40,8 @@ class Drafter(PreTrainedModel):
         super().__init__(config)
         width = config.hidden_size
         self.slots = config.slots
+        # "two_part", "flex" or "auto" (flex on CUDA): how, not what; no part of a checkpoint
+        self.attention = "two_part"
         self.rotary = Rotary(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
@@ -101,7 +106,7 @@ class Drafter(PreTrainedModel):
         embeddings: torch.Tensor,
         positions: torch.Tensor,
         context: list[KeysValues],
-        context_mask: torch.Tensor | None = None,
+        span: ContextSpan | None = None,
     ) -> torch.Tensor:
         """Run blocks in parallel.
 
@@ -109,13 +114,15 @@ class Drafter(PreTrainedModel):
             embeddings: `[B, A, K, D]` target embeddings of the block inputs.
             positions: `[B, A, K]` true positions of the slots.
             context: per layer keys and values `[B, Hkv, S, d]`, from `context_kv`.
-            context_mask: `[B, A, S]` bool; None: every block sees all of the context.
+            span: what each block may see of the context; None: all of it, position by position.
 
         Returns:
             Post-norm hidden states `[B, A, K, D]`.
         """
-        rotation = self.rotary(positions)
-        hidden = embeddings
-        for layer, keys_values in zip(self.layers, context, strict=True):
-            hidden = layer(hidden, rotation, keys_values, context_mask)
+        rotation, hidden = self.rotary(positions), embeddings
+        visible = Visibility(positions, context[0][0].shape[2], span, self.attention)
+        for layer, window, keys_values in zip(
+            self.layers, self.config.windows, context, strict=True
+        ):
+            hidden = layer(hidden, rotation, visible.cut(keys_values, window), visible.mask(window))
         return self.norm(hidden)

@@ -175,6 +175,12 @@ def refuse_uncarried(destination: Destination, config: DrafterConfig) -> Layout:
             f"(draft_vocab_size={config.draft_vocab_size}); {others}, or train with "
             "drafter.draft_vocab_size=null"
         )
+    if any(config.windows):
+        raise ValueError(
+            f"export format {name} cannot carry sliding layers (sliding_window="
+            f"{config.sliding_window}) that see their block in both directions; {others}, or train "
+            "with drafter.sliding_window=null"
+        )
     return destination.layouts[kind]
 
 
@@ -188,6 +194,7 @@ def carriers(config: DrafterConfig) -> list[str]:
         and (kind != "dspark" or config.markov_head_type in d.heads)
         and (config.sample_from_anchor or kind != "dspark" or not d.anchor_only)
         and (d.reduced or not config.draft_vocab_size)
+        and not any(config.windows)
     ]
 
 

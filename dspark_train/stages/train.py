@@ -82,6 +82,8 @@ def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> 
         conv_group_size=d.conv_group_size,
         selector_top_k=d.selector_top_k,
         draft_vocab_size=d.draft_vocab_size,
+        sliding_window=d.sliding_window,
+        layer_types=d.layer_types,
         target={**facts["target"], "head": target.head.facts},
     )
 
@@ -128,6 +130,12 @@ def train_part(
     lr: float,
 ) -> Outcome:
     """Fit a part of the drafter and save it as the stage's artifact."""
+    where = device(config)
+    if config.train.attention == "flex" and where.type != "cuda":
+        raise ValueError(
+            f"train.attention=flex needs a CUDA device, and training runs on {where}: take "
+            "train.attention=auto, or target.device=cuda"
+        )
     store.verify()
     parameters = sum(p.numel() for p in drafter.parameters())
     check_space(writer.directory, parameters * BYTES_PER_PARAMETER, "the training")
@@ -140,7 +148,7 @@ def train_part(
         epochs=epochs,
         lr=lr,
         writer=writer,
-        device=device(config),
+        device=where,
     )
     writer.write("drafter", drafter.cpu().save_pretrained)
     writer.add("logs/metrics.csv")

@@ -6,7 +6,7 @@ sequential head, read the confidence, and line all of it up with the target's ow
 
 import torch
 
-from dspark_train.blocks import context_mask
+from dspark_train.blocks import ContextSpan
 from dspark_train.data.batch import Batch
 from dspark_train.drafter import Drafter
 from dspark_train.objective import BlockStates
@@ -22,7 +22,7 @@ def block_hidden(drafter: Drafter, head: TargetHead, batch: Batch) -> torch.Tens
         head.embed(tokens),
         slots.positions(batch.anchors - batch.starts),
         context,
-        context_mask(batch.anchors, batch.starts, batch.input_ids.shape[1]),
+        ContextSpan(batch.starts, batch.anchors),
     )
     return hidden[:, :, slots.proposing]
 

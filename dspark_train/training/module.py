@@ -34,6 +34,7 @@ class DrafterTraining(LightningModule):
         super().__init__()
         assert part in PARTS
         self.drafter = drafter
+        drafter.attention = settings.attention
         self.part = part
         self.objective = objective
         self.confidence_trains_backbone = confidence_trains_backbone

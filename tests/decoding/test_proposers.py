@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dspark_train.blocks import ContextSpan
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import (
     BlockProposer,
@@ -66,10 +67,10 @@ def test_cached_walk_equals_the_masked_forward(target, sample_from_anchor, head,
     row = torch.tensor([[*PROMPT, 5, 6]])  # what follows the anchor must not matter
     features = target.forward(row, taps=proposer.taps).features
     context = drafter.context_kv(features, torch.arange(row.shape[1])[None])
-    mask = (torch.arange(row.shape[1]) < anchor)[None, None]
+    span = ContextSpan(torch.tensor([[0]]), torch.tensor([[anchor]]))
     ids = slots.inputs(torch.tensor([[PROMPT[-1]]]), drafter.config.mask_token_id)
     positions = slots.positions(torch.tensor([[anchor]]))
-    hidden = drafter.backbone(target.head.embed(ids), positions, context, mask)
+    hidden = drafter.backbone(target.head.embed(ids), positions, context, span)
     hidden = hidden[0, 0, slots.proposing]
     logits = target.head.logits(hidden)
     embeddings = None

@@ -20,6 +20,14 @@ def test_round_trip_is_bit_equal(kind: str | None, tmp_path: Path) -> None:
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
+def test_a_window_without_layer_types_makes_all_layers_slide(tmp_path: Path) -> None:
+    Drafter(DrafterConfig(sliding_window=8)).save_pretrained(tmp_path)
+    assert Drafter.from_pretrained(tmp_path).config.windows == [8, 8]
+    mixed = ["full_attention", "sliding_attention"]
+    assert DrafterConfig(sliding_window=8, layer_types=mixed).windows == [None, 8]
+    assert DrafterConfig().windows == [None, None]
+
+
 def test_rotary_angles_do_not_depend_on_the_dtype_it_was_loaded_in(tmp_path: Path) -> None:
     """Loading a bf16 file makes bf16 the default dtype while the model is built."""
     drafter = Drafter(DrafterConfig())
@@ -63,6 +71,10 @@ def test_tensor_names_are_those_of_the_ecosystem() -> None:
         ({"target_layer_ids": [2, 1]}, r"target_layer_ids=\[2, 1\]"),
         ({"markov_head_type": "lstm"}, "markov_head_type='lstm'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"sliding_window": 6}, "sliding_window=6, expected at least block_size=7"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None"),
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": 9}, "sliding_window=9"),
+        ({"layer_types": ["full_attention"]}, r"layer_types=\['full_attention'\], expected"),
         ({"confidence_temperatures": [1.0]}, r"confidence_temperatures=\[1.0\]"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from dspark_train.blocks import ContextSpan
 from dspark_train.data.batch import Batch, collate, pack_rows
 from dspark_train.data.shard import Document, label_rows
 from dspark_train.decoding.cache import DraftCache
@@ -16,10 +17,14 @@ from tests.golden_tensors import head_of
 
 D, V, MASK = 32, 50, 49
 CONVENTIONS = [(4, True), (5, False)]
+WINDOWS = [None, 5, 9]
 KINDS = [None, "vanilla", "gated", "rnn"]
 
 
-def make_drafter(kind: str | None, block_size: int, from_anchor: bool) -> Drafter:
+def make_drafter(
+    kind: str | None, block_size: int, from_anchor: bool, window: int | None = None
+) -> Drafter:
+    """Two layers; with a window the second one slides."""
     torch.manual_seed(7)
     drafter = Drafter(
         DrafterConfig(
@@ -33,6 +38,8 @@ def make_drafter(kind: str | None, block_size: int, from_anchor: bool) -> Drafte
             sample_from_anchor=from_anchor,
             markov_head_type=kind,
             initializer_range=0.3,
+            layer_types=["full_attention", "sliding_attention"] if window else None,
+            sliding_window=window,
         )
     )
     for parameter in drafter.parameters():  # norms and zero matrices too
@@ -84,12 +91,14 @@ def outputs(drafter: Drafter, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("row_tokens", [0, 30])
+@pytest.mark.parametrize("window", WINDOWS)
 @torch.no_grad()
 def test_training_forward_is_decoding_forward(
-    kind: str | None, convention: tuple[int, bool], row_tokens: int
+    kind: str | None, convention: tuple[int, bool], row_tokens: int, window: int | None
 ) -> None:
     """Law 1, for every anchor of packed and of single documents; both compute in float32."""
-    drafter, head, documents = make_drafter(kind, *convention), make_head(), make_documents()
+    drafter, head = make_drafter(kind, *convention, window), make_head()
+    documents = make_documents()
     batch = make_batch(documents, row_tokens)
     logits, confidence = outputs(drafter, batch)
     compared = 0
@@ -101,7 +110,9 @@ def test_training_forward_is_decoding_forward(
         for at in range(0, anchor, 5):  # the cache grows in pieces, as in decoding
             piece = slice(at, min(anchor, at + 5))
             positions = torch.arange(piece.start, piece.stop)[None]
-            cache.append(drafter.context_kv(features[:, piece], positions))
+            cache.append(
+                drafter.context_kv(features[:, piece], positions), [piece.stop - piece.start]
+            )
         ids = drafter.slots.inputs(tokens[anchor].view(1, 1), MASK)
         positions = drafter.slots.positions(torch.tensor([[anchor]]))
         hidden = drafter.backbone(head.embed(ids), positions, cache.context())
@@ -122,16 +133,17 @@ def test_training_forward_is_decoding_forward(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("window", [None, 5])
 @torch.no_grad()
 def test_nothing_at_or_after_the_anchor_leaks(
-    kind: str | None, convention: tuple[int, bool]
+    kind: str | None, convention: tuple[int, bool], window: int | None
 ) -> None:
     """Law 2: bit-equal logits when the future changes, its own token excepted.
 
     The sequential head is teacher-forced, so a slot may see the tokens before its label: those
     are kept and everything from the label on changes.
     """
-    drafter = make_drafter(kind, *convention)
+    drafter = make_drafter(kind, *convention, window)
     batch = make_batch(make_documents()[:1], 0)
     before, confidence = outputs(drafter, batch)
     for a in range(batch.anchors.shape[1]):
@@ -185,6 +197,41 @@ def test_the_context_before_the_anchor_is_read() -> None:
     ids[0, anchor] = (ids[0, anchor] + 1) % (V - 1)
     after, _ = outputs(drafter, replace(batch, input_ids=ids))
     assert not torch.equal(after[0, 3], before[0, 3])
+
+
+@torch.no_grad()
+def test_a_window_hides_what_lies_behind_it() -> None:
+    """One sliding layer of window 5: the slots of anchor 8 read features 4 to 7, none before."""
+    drafter = make_drafter(None, 4, True, window=5)
+    drafter.layers, drafter.config.layer_types = drafter.layers[1:], ["sliding_attention"]
+    batch = make_batch(make_documents()[:1], 0)
+    at = batch.anchors[0].tolist().index(8)
+    before, _ = outputs(drafter, batch)
+    for position, seen in ((3, []), (4, [0]), (6, [0, 1, 2]), (7, [0, 1, 2, 3])):
+        features = batch.features.clone()
+        features[0, position] += 1.0
+        after, _ = outputs(drafter, replace(batch, features=features))
+        changed = (after[0, at] != before[0, at]).any(-1)
+        # a slot that sees it tells the others of its block, but not within the same layer
+        assert changed.nonzero().flatten().tolist() == seen, position
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", WINDOWS)
+def test_rows_of_different_lengths_decode_as_each_alone(window: int | None) -> None:
+    drafter, lengths = make_drafter(None, 4, True, window), [3, 11, 7]
+    torch.manual_seed(3)
+    features, embeddings = torch.randn(3, 11, 2 * D), torch.randn(3, 1, 4, D)
+    context = drafter.context_kv(features, torch.arange(11).expand(3, 11))
+    ends = torch.tensor(lengths)[:, None]
+    positions = drafter.slots.positions(ends)
+    span = ContextSpan(torch.zeros_like(ends), ends)
+    together = drafter.backbone(embeddings, positions, context, span)
+    for row, length in enumerate(lengths):
+        own = [tuple(x[row : row + 1, :, :length] for x in layer) for layer in context]
+        one = slice(row, row + 1)
+        alone = drafter.backbone(embeddings[one], positions[one], own)
+        torch.testing.assert_close(together[one], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_every_slot_sees_every_slot_of_its_block() -> None:

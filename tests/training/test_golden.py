@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from dspark_train.data.batch import Batch
 from dspark_train.decoding.proposers import BlockProposer
 from dspark_train.decoding.proposers import block as block_module
-from dspark_train.decoding.randomness import Randomness
+from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.objective import ObjectiveWeights, lean_loss, reference_loss
 from dspark_train.training.forward import block_states
@@ -94,21 +94,24 @@ def test_dflash2_rounds_with_a_growing_context() -> None:
     drafter, head, t = golden_tensors.load("dflash2")
     greedy, warm = SamplingSettings(), SamplingSettings(0.7)
     proposer = BlockProposer(drafter, head)
-    tokens: list[int] = []
     for name in ("round0", "round1"):
         start, end = t[f"{name}.context_range"].tolist()
-        proposer.observe(t["in.target_features"][:, start:end], [0] * (end - start))
         tokens = [0] * end + [t[f"{name}.anchor_token"].item()]
-        hidden = proposer._block(tokens[-1], end)
-        torch.testing.assert_close(hidden[None], t[f"{name}.hidden"][:, 1:], **CLOSE)
+        requests = {one: [Request(tokens, one, 99)] for one in (greedy, warm)}
+        features = t["in.target_features"][:, start:end]
+        proposer.observe(0, requests[greedy], features, [end - start])
+        hidden = proposer._block(requests[greedy])
+        torch.testing.assert_close(hidden, t[f"{name}.hidden"][:, 1:], **CLOSE)
         unary = head.logits(hidden)
-        torch.testing.assert_close(unary[None], t[f"{name}.unary_logits"], **CLOSE)
-        proposal = proposer.propose(tokens, greedy, Randomness(0), limit=99)
+        torch.testing.assert_close(unary, t[f"{name}.unary_logits"], **CLOSE)
+        (proposal,) = proposer.propose(requests[greedy], [99])
         assert proposal.tokens == t[f"{name}.greedy_tokens"][0].tolist()
 
         # draws that follow the greedy path: the rows are those of the reference
-        with mock.patch.object(block_module, "draw", side_effect=proposal.tokens):
-            probs = proposer.propose(tokens, warm, Randomness(0), limit=99).probs[None]
+        path = [torch.tensor([token]) for token in proposal.tokens]
+        with mock.patch.object(block_module, "draw_rows", side_effect=path):
+            (drawn,) = proposer.propose(requests[warm], [99])
+        probs = drawn.probs[None]
         candidates = t[f"{name}.candidates"]
         expected = torch.zeros_like(probs).scatter(2, candidates, t[f"{name}.probs_t07"])
         torch.testing.assert_close(probs, expected, **CLOSE)

@@ -85,9 +85,9 @@ class BlockProposer:
         anchors = [[(request.tokens[-1], len(request.tokens) - 1)] for request in requests]
         tokens, places = torch.tensor(anchors, device=device).unbind(-1)
         ids = slots.inputs(tokens, self.drafter.config.mask_token_id)
-        context, mask = self.cache.context(), self.cache.visible(device)
+        context, span = self.cache.context(), self.cache.visible(device)
         positions = slots.positions(places)
-        hidden = self.drafter.backbone(self.head.embed(ids), positions, context, mask)
+        hidden = self.drafter.backbone(self.head.embed(ids), positions, context, span)
         return hidden[:, 0, slots.proposing]
 
     def _unary(self, hidden: torch.Tensor) -> torch.Tensor:
