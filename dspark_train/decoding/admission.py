@@ -18,6 +18,7 @@ def admit(
     settings: SamplingSettings,
     stop: str | Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
+    logprobs: int | None = None,
 ) -> Request:
     """Encode and check a request.
 
@@ -29,6 +30,7 @@ def admit(
         settings: how to sample.
         stop: strings that end the text.
         eos_ids: ids that end the output; None takes the target's, () none.
+        logprobs: alternatives that are reported with every new token; None reports nothing.
 
     Raises:
         ValueError: naming what is wrong with the request.
@@ -47,6 +49,13 @@ def admit(
     wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
     if wrong is not None:
         raise ValueError(f"token id {wrong} in the prompt, expected ids from 0 to {vocabulary - 1}")
+    wrong = next((token for token in settings.named_ids if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise ValueError(
+            f"token id {wrong} in the sampling settings, expected ids from 0 to {vocabulary - 1}"
+        )
+    if logprobs is not None and not 0 <= logprobs <= vocabulary:
+        raise ValueError(f"logprobs={logprobs}, expected 0 to {vocabulary}, or None for none")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in stops or (stops and tokenizer is None):
         raise ValueError(f"stop={stops!r}: expected strings that are not empty, and a tokenizer")
@@ -56,6 +65,7 @@ def admit(
         min(max_new_tokens, room),
         target.eos_ids if eos_ids is None else tuple(eos_ids),
         None if tokenizer is None else TextStream(tokenizer, stops),
+        logprobs,
     )
 
 

@@ -19,7 +19,7 @@ import torch
 
 from dspark_train.decoding.cache import KVCache
 from dspark_train.decoding.proposers import Proposal, Proposer
-from dspark_train.decoding.request import Request
+from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.scheduler import Fixed, Scheduler
 from dspark_train.decoding.stats import Round
 from dspark_train.decoding.verdicts import decide
@@ -78,6 +78,7 @@ class Engine:
 
         Raises:
             ValueError: more requests than free rows, or a finished one.
+            RequestError: as `step`; the new requests are in the batch only if all succeed.
         """
         began, first = perf_counter(), len(self.requests)
         if len(requests) > self.free or any(r.finish_reason is not None for r in requests):
@@ -98,11 +99,15 @@ class Engine:
         begin = [i for i, new in enumerate(fresh) if new]
         if begin:
             last = hidden[begin, [len(read[i]) - 1 for i in begin]]
-            decided = decide(
-                [requests[i] for i in begin], self._logits(last), [Proposal()] * len(begin)
-            )
-            for i, verdict in zip(begin, decided, strict=True):
-                requests[i].commit([verdict.token])
+            try:
+                decided = decide(
+                    [requests[i] for i in begin], self._logits(last), [Proposal()] * len(begin)
+                )
+            except RequestError:
+                del self.requests[first:]
+                raise
+            for i, decision in zip(begin, decided, strict=True):
+                requests[i].commit(decision.tokens, decision.logprobs)
         return perf_counter() - began
 
     @torch.inference_mode()
@@ -134,6 +139,10 @@ class Engine:
 
         Returns:
             What happened to each, in the order of `requests`. Seconds are a request's equal share.
+
+        Raises:
+            RequestError: bans or processors of one request failed. Nothing has changed then: the
+                round can be run again once that request is removed.
         """
         requests, began = self.requests, perf_counter()
         proposals = self._propose()
@@ -143,14 +152,16 @@ class Engine:
         scheduled = perf_counter()
         logits, output = self._verify(proposals)
         verified = perf_counter()
-        decided = decide(requests, logits, proposals)
+        try:
+            decided = decide(requests, logits, proposals)
+        except RequestError:
+            self.cache.truncate([len(request.tokens) - 1 for request in requests])
+            raise
         kept = [
-            request.commit([*proposal.tokens[: verdict.accepted], verdict.token])
-            for request, proposal, verdict in zip(requests, proposals, decided, strict=True)
+            request.commit(decision.tokens, decision.logprobs)
+            for request, decision in zip(requests, decided, strict=True)
         ]
-        stands = [
-            min(verdict.accepted, count) for verdict, count in zip(decided, kept, strict=True)
-        ]
+        stands = [min(d.accepted, count) for d, count in zip(decided, kept, strict=True)]
         committed = perf_counter()
         self._observe(0, output, [count + 1 for count in stands])
         observed = perf_counter()
@@ -162,19 +173,15 @@ class Engine:
             Round(
                 proposed=len(proposal.tokens),
                 accepted=stood,
-                judged=stood
-                if count <= verdict.accepted
-                else min(verdict.accepted + 1, len(proposal.tokens)),
+                judged=stood if count <= d.accepted else min(d.accepted + 1, len(proposal.tokens)),
                 committed=count,
                 confidence=None if proposal.confidence is None else proposal.confidence.tolist(),
                 draft=draft,
                 verify=verify_seconds,
                 other=other,
-                overlap=verdict.overlap,
+                overlap=d.overlap,
             )
-            for proposal, verdict, count, stood in zip(
-                proposals, decided, kept, stands, strict=True
-            )
+            for proposal, d, count, stood in zip(proposals, decided, kept, stands, strict=True)
         ]
         self.scheduler.observe(requests, rounds)
         return rounds

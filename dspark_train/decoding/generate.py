@@ -1,9 +1,12 @@
 """The decoder that users call."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from dspark_train.decoding.admission import Prompt, admit
+from dspark_train.decoding.batch import decode_all
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.loading import (
     ProposerName,
@@ -14,7 +17,7 @@ from dspark_train.decoding.loading import (
 )
 from dspark_train.decoding.proposers import Proposer
 from dspark_train.decoding.request import Request
-from dspark_train.decoding.result import Result, Stream
+from dspark_train.decoding.result import Result, Stream, result
 from dspark_train.decoding.sampling import SamplingSettings, usable_vocabulary
 from dspark_train.decoding.stats import DecodingStats, Round
 from dspark_train.drafter import Drafter
@@ -77,41 +80,59 @@ class SpeculativeDecoder:
         drafter.to(device=target.device, dtype=target.dtype)
         return cls(target, block_proposer(drafter, target, use_heads=use_heads))
 
-    def generate(
+    def request(
         self,
         prompt: Prompt,
         max_new_tokens: int = 256,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
         stop: str | Sequence[str] = (),
         eos_ids: Sequence[int] | None = None,
-        trace: Callable[[Round], None] | None = None,
-    ) -> Result:
-        """Generate the continuation of one prompt.
+        logprobs: int | None = None,
+        **sampling: Any,
+    ) -> Request:
+        """A request for `run`.
 
         Args:
             prompt: text (tokenised as it is), chat messages (through the target's template), or
                 token ids.
             max_new_tokens: at least 1; the target's context may end the output earlier.
-            temperature, top_k, top_p, min_p: as in transformers; temperature 0 is greedy.
-            seed: makes sampling repeatable; None takes a new one each time.
             stop: strings; the text ends before the first of them, the tokens with the one that
                 completes it.
             eos_ids: ids that end the output; None takes the target's, () none.
-            trace: called with every round.
+            logprobs: alternatives that are reported with every new token; None reports nothing.
+            sampling: fields of `SamplingSettings`: temperature, top_k, top_p, min_p, seed, …; the
+                default is greedy. `from_generation_config` gives them for transformers' config.
 
         Raises:
             ValueError: an empty prompt, one that fills the context, an id outside the vocabulary,
-                or settings out of range.
+                or settings unknown or out of range.
         """
-        settings = SamplingSettings(temperature, top_k, top_p, min_p, seed)
-        request = admit(
-            self.target, self.vocabulary, prompt, max_new_tokens, settings, stop, eos_ids
+        known = {one.name for one in fields(SamplingSettings)}
+        if unknown := sorted(set(sampling) - known):
+            raise ValueError(f"{unknown} unknown, expected sampling settings: {sorted(known)}")
+        settings = SamplingSettings(**sampling)
+        return admit(
+            self.target, self.vocabulary, prompt, max_new_tokens, settings, stop, eos_ids, logprobs
         )
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 256,
+        *,
+        trace: Callable[[Round], None] | None = None,
+        **options: Any,
+    ) -> Result:
+        """Generate the continuation of one prompt.
+
+        Args:
+            prompt, max_new_tokens, options: as those of `request`.
+            trace: called with every round.
+
+        Raises:
+            ValueError: as `request`.
+        """
+        request = self.request(prompt, max_new_tokens, **options)
         return Stream(self._pieces(request, trace)).drain()
 
     def stream(
@@ -119,27 +140,33 @@ class SpeculativeDecoder:
         prompt: Prompt,
         max_new_tokens: int = 256,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        eos_ids: Sequence[int] | None = None,
         trace: Callable[[Round], None] | None = None,
+        **options: Any,
     ) -> Stream:
         """As `generate`, with the text in pieces as it comes. One request at a time.
 
         Raises:
-            ValueError: as `generate`, and a target without a tokenizer.
+            ValueError: as `request`, and a target without a tokenizer.
         """
         if self.target.tokenizer is None:
             raise ValueError(f"target {self.target.name} has no tokenizer, so no text to stream")
-        settings = SamplingSettings(temperature, top_k, top_p, min_p, seed)
-        request = admit(
-            self.target, self.vocabulary, prompt, max_new_tokens, settings, stop, eos_ids
-        )
+        request = self.request(prompt, max_new_tokens, **options)
         return Stream(self._pieces(request, trace))
+
+    def run(self, requests: Sequence[Request], rows: int = 16) -> list[Result]:
+        """Generate many continuations, `rows` at a time, each with settings of its own.
+
+        Results are in the order of `requests`; each is what `generate` gives for it alone, up to
+        what batching does to floating point.
+        """
+        if not requests:
+            return []
+        rows = min(rows, len(requests))
+        engine = Engine(self.target, self.proposer, self.vocabulary, rows=rows)
+        stats = decode_all(engine, requests)
+        self.proposer.open(self.engine.rows)  # the proposer goes back to the engine of one
+        self.engine.requests.clear()
+        return [result(request, each) for request, each in zip(requests, stats, strict=True)]
 
     def _pieces(
         self, request: Request, trace: Callable[[Round], None] | None
@@ -162,10 +189,4 @@ class SpeculativeDecoder:
                 trace(round_)
         if text is not None:
             yield text.finish()
-        yield Result(
-            tokens=request.new_tokens,
-            text="" if text is None else text.text,
-            finish_reason=request.finish_reason,
-            stats=stats,
-            prompt_tokens=request.prompt_length,
-        )
+        yield result(request, stats)

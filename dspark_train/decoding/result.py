@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dspark_train.decoding.request import FinishReason
+from dspark_train.decoding.logprobs import TokenLogprobs
+from dspark_train.decoding.request import FinishReason, Request
 from dspark_train.decoding.stats import DecodingStats
 
 
@@ -17,6 +18,7 @@ class Result:
         finish_reason: "stop" (EOS or stop string) or "length".
         stats: of this request.
         prompt_tokens: length of the prompt in tokens.
+        logprobs: of every token in `tokens`, None where they were not asked for.
     """
 
     tokens: list[int]
@@ -24,6 +26,22 @@ class Result:
     finish_reason: FinishReason
     stats: DecodingStats
     prompt_tokens: int
+    logprobs: list[TokenLogprobs] | None = None
+
+
+def result(request: Request, stats: DecodingStats) -> Result:
+    """The result of a request that has ended."""
+    text = request.text
+    if text is not None:
+        text.finish()
+    return Result(
+        tokens=request.new_tokens,
+        text="" if text is None else text.text,
+        finish_reason=request.finish_reason,
+        stats=stats,
+        prompt_tokens=request.prompt_length,
+        logprobs=None if request.logprobs is None else request.token_logprobs,
+    )
 
 
 class Stream:

@@ -4,19 +4,34 @@ Target and drafter go through the same `warp`, so a tie or a rounding is settled
 both sides.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import MinPLogitsWarper, TopKLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
 
 _CHUNK = 256
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are sampled from the target. Temperature 0 is greedy; 0 / 1.0 switch filters off.
+    """How tokens are sampled from the target. The defaults are greedy, with everything off.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k, top_p, min_p, typical_p: filters, in this order; 0 / 1.0 / 0 / 1.0 switch them off.
+        seed: makes the output repeatable; None takes a new one each time.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and
+            output, 1 is off (Keskar et al. 2019).
+        presence_penalty, frequency_penalty: subtracted from logits of tokens in the output, once or
+            as often as they occur.
+        logit_bias: added to logits, by token id; minus infinity bans.
+        allowed_tokens: ids, all others are banned; None allows all.
+        bad_words: sequences of ids that must not come to stand in the output.
+        min_tokens: no EOS before so many new tokens.
+        suppress_at_begin: ids that cannot be the first new token.
+        processors: more logits processors as those of transformers, run after the ones above.
 
     Raises:
         ValueError: a value outside its range.
@@ -27,6 +42,16 @@ class SamplingSettings:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_tokens: Sequence[int] | None = None
+    bad_words: Sequence[Sequence[int]] = ()
+    min_tokens: int = 0
+    suppress_at_begin: Sequence[int] = ()
+    processors: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         problems = []
@@ -38,6 +63,22 @@ class SamplingSettings:
             problems.append(f"top_p={self.top_p}, expected more than 0 and at most 1 (off)")
         if not 0 <= self.min_p <= 1:
             problems.append(f"min_p={self.min_p}, expected between 0 (off) and 1")
+        if not 0 < self.typical_p <= 1:
+            problems.append(f"typical_p={self.typical_p}, expected more than 0, at most 1 (off)")
+        if not 0 < self.repetition_penalty < float("inf"):
+            penalty = self.repetition_penalty
+            problems.append(f"repetition_penalty={penalty}, expected a positive number, 1 is off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -float("inf") < getattr(self, name) < float("inf"):
+                problems.append(f"{name}={getattr(self, name)}, expected a finite number, 0 is off")
+        if any(not bias < float("inf") for bias in self.logit_bias.values()):
+            problems.append(f"logit_bias={dict(self.logit_bias)}, expected numbers below infinity")
+        if self.allowed_tokens is not None and not len(self.allowed_tokens):
+            problems.append("allowed_tokens is empty, expected at least one id, or None for all")
+        if any(not len(word) for word in self.bad_words):
+            problems.append(f"bad_words={self.bad_words}, expected sequences of at least one id")
+        if self.min_tokens < 0:
+            problems.append(f"min_tokens={self.min_tokens}, expected 0 or more")
         if problems:
             raise ValueError("sampling settings: " + "; ".join(problems))
 
@@ -48,7 +89,13 @@ class SamplingSettings:
     @property
     def filters(self) -> tuple[float, ...]:
         """All that shapes a distribution; requests which agree in it are sampled together."""
-        return self.temperature, self.top_k, self.top_p, self.min_p
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p
+
+    @property
+    def named_ids(self) -> set[int]:
+        """All token ids that the settings name."""
+        words = (token for word in self.bad_words for token in word)
+        return {*self.logit_bias, *(self.allowed_tokens or ()), *self.suppress_at_begin, *words}
 
 
 def usable_vocabulary(tokenizer: Any, rows: int) -> int:
@@ -72,7 +119,7 @@ def warp(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
     """Probabilities float32 `[..., V]` that tokens are drawn from, of logits `[..., V]`.
 
     The order is that of transformers: temperature, top-k (ties at the border stay), top-p (the
-    fewest tokens that reach it), min-p. Temperature 0 gives one-hot rows.
+    fewest tokens that reach it), min-p, typical-p. Temperature 0 gives one-hot rows.
     """
     logits = logits.float()
     if settings.greedy:
@@ -84,6 +131,8 @@ def warp(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
         logits = _keep_top_p(logits, settings.top_p)
     if settings.min_p > 0:
         logits = MinPLogitsWarper(settings.min_p)(None, logits)
+    if settings.typical_p < 1:
+        logits = TypicalLogitsWarper(settings.typical_p)(None, logits)
     return logits.softmax(-1)
 
 

@@ -1,32 +1,41 @@
 """From the logits of one target pass to what every request of the batch commits."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
+from dspark_train.decoding.logprobs import TokenLogprobs, token_logprobs
 from dspark_train.decoding.proposers import Proposal
-from dspark_train.decoding.request import Request
+from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.sampling import draw_rows, most_likely, warp_rows
 from dspark_train.decoding.verify import overlap, verify, verify_greedy
 
 
-class Decision(NamedTuple):
-    """How many drafts stand, and the token after them.
+# accepted drafts, the token after them, overlaps of a traced request
+Verdict = tuple[int, int, list[float] | None]
 
-    `overlap`: of a traced request, per draft the exact chance that it stands once those before it
-    do; else None.
+
+@dataclass(frozen=True)
+class Decision:
+    """`accepted` drafts of a request stand; `tokens` are these and the one after them.
+
+    Attributes:
+        logprobs: of `tokens`; None where the request does not ask for them.
+        overlap: of a traced request, per draft the exact chance that it stands once those before
+            it do; else None.
     """
 
     accepted: int
-    token: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
     overlap: list[float] | None = None
 
 
 def decide(
     requests: Sequence[Request], logits: torch.Tensor, proposals: Sequence[Proposal]
 ) -> list[Decision]:
-    """The verdict on every request's proposal.
+    """What every request commits.
 
     Args:
         requests: n of them, before anything of this round is committed.
@@ -35,29 +44,88 @@ def decide(
         proposals: what was drafted.
     """
     counts = [len(proposal.tokens) + 1 for proposal in proposals]
-    if all(request.settings.greedy for request in requests):
-        decisions, choices = [], iter(most_likely(logits).tolist())
-        for request, count, proposal in zip(requests, counts, proposals, strict=True):
-            chosen = [next(choices) for _ in range(count)]
-            same = zip(proposal.tokens, chosen, strict=False)
-            traced = [float(draft == choice) for draft, choice in same] if request.traced else None
-            decisions.append(Decision(*verify_greedy(chosen, proposal.tokens), traced))
-        return decisions
-    settings = [
-        request.settings
-        for request, count in zip(requests, counts, strict=True)
-        for _ in range(count)
-    ]
-    target_rows = warp_rows(logits, settings).split(counts)
+    processed = _processed(requests, logits, proposals, counts)
+    greedy = all(request.settings.greedy for request in requests)
+    if greedy:
+        probs = [None] * len(requests)
+        found = _greedy(requests, processed, proposals, counts)
+    else:
+        settings = [
+            request.settings
+            for request, count in zip(requests, counts, strict=True)
+            for _ in range(count)
+        ]
+        probs = warp_rows(processed, settings).split(counts)
+        found = _sampled(requests, processed.split(counts), probs, proposals)
+    decisions = []
+    for request, proposal, rows, drawn_from, (accepted, token, traced) in zip(
+        requests, proposals, logits.split(counts), probs, found, strict=True
+    ):
+        tokens, logprobs = [*proposal.tokens[:accepted], token], None
+        if request.logprobs is not None:
+            logprobs = token_logprobs(rows, drawn_from, tokens, request.logprobs)
+        decisions.append(Decision(accepted, tokens, logprobs, traced))
+    return decisions
+
+
+def _processed(
+    requests: Sequence[Request],
+    logits: torch.Tensor,
+    proposals: Sequence[Proposal],
+    counts: Sequence[int],
+) -> torch.Tensor:
+    """Logits after the processors of each request; every row sees the drafts before it."""
+    if not any(request.processors for request in requests):
+        return logits
+    return torch.cat(
+        [
+            request.process(rows, proposal.tokens)
+            for request, proposal, rows in zip(
+                requests, proposals, logits.split(counts), strict=True
+            )
+        ]
+    )
+
+
+def _refuse_dead_end(request: Request, row: torch.Tensor) -> None:
+    """The row that the next token comes from must not be empty; others may follow bad drafts."""
+    if request.processors and not bool(row.isfinite().any()):
+        raise RequestError(request, "its bans and biases leave no token to go on with")
+
+
+def _greedy(
+    requests: Sequence[Request],
+    logits: torch.Tensor,
+    proposals: Sequence[Proposal],
+    counts: Sequence[int],
+) -> list[Verdict]:
+    choices, found = iter(most_likely(logits).tolist()), []
+    for request, proposal, rows in zip(requests, proposals, logits.split(counts), strict=True):
+        chosen = [next(choices) for _ in rows]
+        accepted, token = verify_greedy(chosen, proposal.tokens)
+        _refuse_dead_end(request, rows[accepted])
+        same = zip(proposal.tokens, chosen, strict=False)
+        traced = [float(draft == choice) for draft, choice in same] if request.traced else None
+        found.append((accepted, token, traced))
+    return found
+
+
+def _sampled(
+    requests: Sequence[Request],
+    logits: Sequence[torch.Tensor],
+    probs: Sequence[torch.Tensor],
+    proposals: Sequence[Proposal],
+) -> list[Verdict]:
     accepted, next_probs, uniforms, overlaps = [], [], [], []
-    for request, proposal, rows in zip(requests, proposals, target_rows, strict=True):
+    for request, proposal, raw, rows in zip(requests, proposals, logits, probs, strict=True):
         first, uniform = len(request.tokens), request.randomness.uniform
         numbers = [uniform(first + i, "accept") for i in range(len(proposal.tokens))]
         verdict = verify(rows, proposal.tokens, proposal.probs, numbers)
+        _refuse_dead_end(request, raw[verdict.accepted])
         accepted.append(verdict.accepted)
         next_probs.append(verdict.next_probs)
         uniforms.append(uniform(first + verdict.accepted, "resample"))
         traced = overlap(rows, proposal.tokens, proposal.probs) if request.traced else None
         overlaps.append(traced)
     tokens = draw_rows(torch.stack(next_probs), uniforms).tolist()
-    return [Decision(*one) for one in zip(accepted, tokens, overlaps, strict=True)]
+    return list(zip(accepted, tokens, overlaps, strict=True))

@@ -7,7 +7,7 @@ import torch
 from dspark_train.decoding.cache import DraftCache
 from dspark_train.decoding.proposers.base import Proposal
 from dspark_train.decoding.request import Request
-from dspark_train.decoding.sampling import draw_rows, most_likely, warp_rows
+from dspark_train.decoding.sampling import SamplingSettings, draw_rows, most_likely, warp_rows
 from dspark_train.drafter import Drafter
 from dspark_train.target import TargetHead
 
@@ -22,6 +22,8 @@ class BlockProposer:
         head: the target's embedding and LM head.
         vocabulary: ids from here on get no mass (padding of the LM head); None: all rows count.
         use_heads: False drafts every slot on its own, without the sequential head.
+        sampler: temperature and filters of the drafts; None: those of each request. Any are exact,
+            since a proposal says what it was drawn from.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class BlockProposer:
         head: TargetHead,
         vocabulary: int | None = None,
         use_heads: bool = True,
+        sampler: SamplingSettings | None = None,
     ) -> None:
         config = drafter.config
         self.drafter, self.head, self.vocabulary = drafter.eval(), head, vocabulary
@@ -39,6 +42,7 @@ class BlockProposer:
         self.markov = drafter.markov_head if use_heads else None
         # a confidence that was trained on drafts of the sequential head says nothing without it
         self.confidence = drafter.confidence_head if use_heads else None
+        self.sampler = sampler
         self.open(1)
 
     def open(self, rows: int) -> None:
@@ -74,7 +78,7 @@ class BlockProposer:
         tokens, probs, confidence = self._walk(requests, logits, hidden)
         proposals = []
         for i, (request, limit) in enumerate(zip(requests, limits, strict=True)):
-            drawn = None if probs is None or request.settings.greedy else probs[i]
+            drawn = None if probs is None or self._settings(request).greedy else probs[i]
             logit = None if confidence is None else confidence[i]
             proposals.append(Proposal(tokens[i], drawn, logit).cut(limit))
         return proposals
@@ -99,6 +103,21 @@ class BlockProposer:
             return logits
         return logits.masked_fill(self.draft_ids >= self.vocabulary, float("-inf"))
 
+    def _settings(self, request: Request) -> SamplingSettings:
+        return self.sampler or request.settings
+
+    def _processed(
+        self, logits: torch.Tensor, requests: Sequence[Request], chosen: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Logits `[n, V]` as the target's will be: each behind its tokens and drafts so far."""
+        drafts = torch.stack(tuple(chosen), dim=1).tolist() if chosen else [[]] * len(requests)
+        rows = [
+            r.process(logits[i : i + 1], drafts[i], len(chosen)) for i, r in enumerate(requests)
+        ]
+        allowed = torch.cat(rows)
+        # nothing that can be drafted is allowed: the draft will be rejected, whatever it is
+        return torch.where(allowed.isneginf().all(-1, keepdim=True), logits, allowed)
+
     def _over_target(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `[n, V]` over the target's usable vocabulary: the rest has no mass."""
         if self.draft_ids is None:
@@ -114,7 +133,8 @@ class BlockProposer:
         Returns tokens per request, probabilities `[n, P, V]` (None: all greedy) and confidence
         logits `[n, P]`.
         """
-        settings = [request.settings for request in requests]
+        settings = [self._settings(request) for request in requests]
+        processed = any(request.processors for request in requests)
         greedy = all(one.greedy for one in settings)
         anchors = [request.tokens[-1] for request in requests]
         previous = torch.tensor(anchors, device=hidden.device)
@@ -129,6 +149,8 @@ class BlockProposer:
                 biased = biased + bias[:, : biased.shape[1]]
                 embeddings.append(embedding)
             biased = self._over_target(biased)
+            if processed:
+                biased = self._processed(biased, requests, chosen)
             if greedy:
                 previous = most_likely(biased)
             else:
