@@ -11,7 +11,6 @@ from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.sampling import draw_rows, most_likely, warp_rows
 from dspark_train.decoding.verify import overlap, verify, verify_greedy
 
-
 # accepted drafts, the token after them, overlaps of a traced request
 Verdict = tuple[int, int, list[float] | None]
 
