@@ -162,12 +162,20 @@ class TrainConfig:
 class HeadsConfig:
     """Optimisation of the heads on the frozen backbone (schedule staged).
 
-    All else is as in `train`; `anchors` null takes its number.
+    All else is as in `train`; `anchors` null takes its number. `prefixes` are what the confidence
+    head sees before a slot: "teacher" (the target's own tokens), or "sampled": it is fitted once
+    more, on drafts, from traces of `prompts` training prompts.
     """
 
     epochs: int = 1
     lr: float = 1e-3
     anchors: int | None = None
+    prefixes: str = "teacher"
+    prompts: int = 128
+    max_new_tokens: int = 128
+    temperature: float = 0.7
+    batch_size: int = 16
+    seed: int = 1
 
 
 @dataclass(frozen=True)
@@ -176,7 +184,8 @@ class CalibrateConfig:
 
     prompts: int = 64
     max_new_tokens: int = 128
-    temperature: float = 0.7
+    temperatures: list[float] = field(default_factory=lambda: [0.7])
+    batch_size: int = 16
     seed: int = 0
 
 
@@ -251,3 +260,8 @@ class Config:
     bench: BenchConfig = field(default_factory=BenchConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    @property
+    def heads_apart(self) -> bool:
+        """Whether the stage `heads` finishes the drafter that the stage `train` leaves."""
+        return self.schedule == "staged" or self.heads.prefixes == "sampled"

@@ -114,7 +114,7 @@ def run_stage(config: Config, name: str) -> None:
 def is_due(config: Config, name: str) -> bool:
     """Whether a stage has to run: nothing up to date is there, nor can be brought back."""
     stage, directory = load(name), Path(config.run_dir) / name
-    if name == "heads" and config.schedule == "joint":
+    if name == "heads" and not config.heads_apart:
         print(f"{name:<10} nothing to do: trained together with the backbone (schedule=joint)")
         return False
     upstream = {key: open_input(config, name, key).contents for key in stage.inputs(config)}

@@ -12,6 +12,7 @@ STORED = ("float32", "bfloat16", "fp8", "int8")
 MODES = ("offline", "online")
 ATTENTION = ("auto", "two_part", "flex")
 SCHEDULES = ("joint", "staged")
+PREFIXES = ("teacher", "sampled")
 PROPOSERS = get_args(ProposerName)
 
 # whether it is right, the key, its value, what is expected
@@ -106,7 +107,13 @@ def _training(config: Config) -> Iterator[Check]:
     yield from _positive(
         "train", n, "epochs", "batch_documents", "anchors", "accumulate", "lr", "checkpoint_minutes"
     )
-    yield from _positive("heads", config.heads, "epochs", "lr")
+    h = config.heads
+    yield from _positive("heads", h, "epochs", "lr", "prompts", "max_new_tokens", "batch_size")
+    yield h.temperature >= 0, "heads.temperature", h.temperature, "at least 0"
+    yield h.prefixes in PREFIXES, "heads.prefixes", h.prefixes, f"one of {PREFIXES}"
+    possible = h.prefixes != "sampled" or config.drafter.enable_confidence_head
+    expected = "teacher where the drafter has no confidence head"
+    yield possible, "heads.prefixes", h.prefixes, expected
     for key in ("row_tokens", "weight_decay", "clip", "workers"):
         yield getattr(n, key) >= 0, f"train.{key}", getattr(n, key), "at least 0"
     betas = len(n.betas) == 2 and all(0 <= beta < 1 for beta in n.betas)
@@ -122,8 +129,9 @@ def _training(config: Config) -> Iterator[Check]:
 
 def _decoding(config: Config) -> Iterator[Check]:
     c, e, b, g = config.calibrate, config.export, config.bench, config.generate
-    yield from _positive("calibrate", c, "prompts", "max_new_tokens")
-    yield c.temperature >= 0, "calibrate.temperature", c.temperature, "at least 0"
+    yield from _positive("calibrate", c, "prompts", "max_new_tokens", "batch_size")
+    hottest = bool(c.temperatures) and min(c.temperatures) >= 0
+    yield hottest, "calibrate.temperatures", c.temperatures, "at least one, none below 0"
     yield e.dtype in DTYPES, "export.dtype", e.dtype, f"one of {DTYPES}"
     yield from _positive("bench", b, "prompts", "max_new_tokens")
     temperatures = bool(b.temperatures) and min(b.temperatures) >= 0

@@ -6,27 +6,23 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from tqdm import tqdm
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
-from dspark_train.calibration import (
-    expected_calibration_error,
-    fit_temperatures,
-    prefix_confidence,
-)
+from dspark_train.calibration import fit_temperatures
+from dspark_train.calibration.diagram import reliability_figure
+from dspark_train.calibration.report import report
+from dspark_train.calibration.traces import Traces
 from dspark_train.config import Config
-from dspark_train.decoding import SpeculativeDecoder
-from dspark_train.decoding.stats import Round
 from dspark_train.drafter import load_drafter
 from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target, target_settings
+from dspark_train.stages.traces import decode_traced
 
 
 def trained(config: Config) -> str:
     """The stage that left the finished drafter."""
-    return "heads" if config.schedule == "staged" else "train"
+    return "heads" if config.heads_apart else "train"
 
 
 def inputs(config: Config) -> tuple[str, ...]:
@@ -38,7 +34,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
-    """Decode calibration prompts, keep the traces, fit the temperatures."""
+    """Decode calibration prompts, fit on one half of the conversations, report on the other."""
     rollout, drafted = inputs["rollout"], inputs[trained(config)]
     c = config.calibrate
     drafter = load_drafter(drafted.folder("drafter"))
@@ -47,64 +43,57 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
         return Outcome({}, facts, "no confidence head, nothing to calibrate")
     target = load_target(config)
     require_same_target(target, rollout.facts["target"], str(rollout.directory))
-    decoder = SpeculativeDecoder.with_drafter(target, drafter)
     prompts = split_prompts(rollout, "calibration", c.prompts)
-    rounds: list[Round] = []
-    for turn, row in enumerate(tqdm(prompts, desc="calibrate", unit="prompt", mininterval=1)):
-        decoder.generate(
-            row["prompt"],
-            c.max_new_tokens,
-            temperature=c.temperature,
-            seed=c.seed + turn,
-            trace=rounds.append,
-        )
-    proposals = drafter.slots.num_proposals
-    rounds = [r for r in rounds if r.proposed]
-    padded = [r.confidence + [0.0] * (proposals - r.proposed) for r in rounds]
-    traces = {
-        "logits": torch.tensor(padded).view(-1, proposals),
-        "accepted": torch.tensor([r.accepted for r in rounds], dtype=torch.int64),
-        "known": torch.tensor([known(r) for r in rounds], dtype=torch.int64),
-    }
-    if not len(traces["accepted"]):
+    if len(prompts) < 2:
         raise ValueError(
-            f"{len(prompts)} calibration prompts gave no round with a proposal: raise "
+            f"{len(prompts)} calibration prompt: expected at least 2, some to fit on and others to "
+            "report on; raise calibrate.prompts or prompts.calibration"
+        )
+    rounds = decode_traced(
+        target,
+        drafter,
+        prompts,
+        temperatures=c.temperatures,
+        max_new_tokens=c.max_new_tokens,
+        seed=c.seed,
+        batch_size=c.batch_size,
+        name="calibrate",
+    )
+    traces = Traces.collect(rounds, drafter.slots.num_proposals)
+    if len(traces.conversation.unique()) < 2:
+        raise ValueError(
+            f"{len(prompts)} calibration prompts gave {len(traces)} rounds with a proposal, in "
+            "fewer than 2 conversations: raise "
             f"calibrate.max_new_tokens={c.max_new_tokens} or calibrate.prompts={c.prompts}"
         )
-    writer.write("traces.safetensors", lambda path: save_file(traces, path))
-    temperatures = fit_temperatures(**traces)
-    before = errors(traces, torch.ones(proposals))
-    after = errors(traces, temperatures)
+    writer.write("traces.safetensors", traces.save)
+    fit, fresh = traces.halves()
+    temperatures = fit_temperatures(fit.logits, fit.accepted, fit.known)
+    slots = report(fit, fresh, temperatures)
     facts = {
         "temperatures": [round(t, 4) for t in temperatures.tolist()],
-        "ece_before": before,
-        "ece_after": after,
+        "ece_before": [slot["before"]["ece"] for slot in slots if "before" in slot],
+        "ece_after": [slot["after"]["ece"] for slot in slots if "after" in slot],
+        "rounds": {"fit": len(fit), "report": len(fresh)},
+        "domains": domains(traces),
+        "slots": slots,
     }
     writer.write("temperatures.json", json.dumps(facts, indent=1).encode())
+    figure = reliability_figure(fresh, torch.tensor(facts["temperatures"]))
+    writer.write("reliability.png", lambda path: figure.savefig(path, format="png", dpi=120))
+    before, after = (sum(facts[key]) / len(facts[key]) for key in ("ece_before", "ece_after"))
     return Outcome(
-        counts={"prompts": len(prompts), "rounds": len(traces["accepted"])},
+        counts={"prompts": len(prompts), "rounds": len(traces)},
         facts=facts,
-        line=f"{len(traces['accepted']):,} rounds, calibration error "
-        f"{100 * sum(before) / proposals:.1f} % -> {100 * sum(after) / proposals:.1f} % "
-        "(mean over slots, on the same rounds)",
+        line=f"{len(traces):,} rounds, calibration error {100 * before:.1f} % -> "
+        f"{100 * after:.1f} % (mean over slots, on the half that was not fitted)",
     )
 
 
-def known(round_: Round) -> int:
-    """Leading drafts of a round of which it is known whether the prefix up to them passed.
-
-    After a rejection that is all of them; where the text ended inside the block, nothing is known
-    of what came after the end.
-    """
-    return round_.proposed if round_.judged > round_.accepted else round_.accepted
-
-
-def errors(traces: Mapping[str, torch.Tensor], temperatures: torch.Tensor) -> list[float]:
-    """Calibration error of the cumulative product, per proposal, where a round reached it."""
-    predicted = prefix_confidence(traces["logits"], temperatures)
-    result = []
-    for k in range(predicted.shape[1]):
-        seen = traces["known"] > k
-        observed = traces["accepted"][seen] > k
-        result.append(round(float(expected_calibration_error(predicted[seen, k], observed)), 6))
-    return result
+def domains(traces: Traces) -> dict[str, dict[str, float]]:
+    """Per domain, its rounds and the mean accepted drafts: what is easy and what is hard."""
+    found = {}
+    for number, name in enumerate(traces.domains):
+        accepted = traces.accepted[traces.domain == number].double()
+        found[name] = {"rounds": len(accepted), "accepted": round(float(accepted.mean()), 4)}
+    return found

@@ -13,6 +13,7 @@ import pytest
 from dspark_train.artifacts import Artifact
 from dspark_train.data.writer import FeatureWriter
 from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.decoding.engine import Engine
 from dspark_train.stages import rollout
 from dspark_train.training.module import DrafterTraining
 from tests.tiny_pipeline import (
@@ -83,7 +84,7 @@ MIDDLES = {
     "rollout": (rollout, "generate_batch"),
     "capture": (FeatureWriter, "add"),
     "train": (DrafterTraining, "training_step"),
-    "calibrate": (SpeculativeDecoder, "generate"),
+    "calibrate": (Engine, "step"),
     "export": (SpeculativeDecoder, "generate"),
     "bench": (SpeculativeDecoder, "generate"),
 }
