@@ -191,10 +191,28 @@ class CalibrateConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """How the checkpoint is written; `push_to_hub` is the id of a repository to upload it to."""
+    """How checkpoints are written.
+
+    `formats`: some of native, deepspec, vllm, sglang, speculators, dflash, transformers; ours is
+    always written. `push_to_hub` is the id of a repository to upload ours to.
+    """
 
     dtype: str = "bfloat16"
+    formats: list[str] = field(default_factory=lambda: ["native"])
     push_to_hub: str | None = None
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """From any known format to `export.formats`.
+
+    `target` is needed where the checkpoint ships an embedding or an LM head, where the written
+    format needs rows of one or says how many layers the target has. `dtype` null keeps that of the
+    source.
+    """
+
+    target: str | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -237,7 +255,8 @@ class Config:
 
     `schedule` is "joint" (backbone and heads together, the paper's) or "staged" (the backbone,
     then the heads on the frozen backbone). `checkpoint` is what `generate` and `bench` decode with
-    instead of the run's own export.
+    instead of the run's own export. `source` and `output` are the checkpoint that `convert` reads
+    and the folder that it makes.
     """
 
     name: str = "default"
@@ -247,6 +266,8 @@ class Config:
     schedule: str = "joint"
     checkpoint: str | None = None
     prompt: str | None = None
+    source: str | None = None
+    output: str | None = None
     target: TargetConfig = field(default_factory=TargetConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -257,6 +278,7 @@ class Config:
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    convert: ConvertConfig = field(default_factory=ConvertConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

@@ -16,7 +16,7 @@ from dspark_train.noise import silence_libraries
 from dspark_train.stages.stage import Stage
 
 STAGES = ("rollout", "capture", "train", "heads", "calibrate", "export", "bench")
-COMMANDS = ("generate", "verify")  # leave no artifact
+COMMANDS = ("convert", "generate", "verify")  # leave no artifact
 
 
 def run(config: Config, given: Sequence[str] = ()) -> None:

@@ -6,6 +6,7 @@ from typing import Any, get_args
 from dspark_train.config import Config, GenerateConfig, RolloutConfig
 from dspark_train.decoding.loading import ProposerName
 from dspark_train.drafter.config import MARKOV_HEADS, SLIDING, window_problems
+from dspark_train.formats import FORMATS
 
 DTYPES = ("float32", "bfloat16", "float16")
 STORED = ("float32", "bfloat16", "fp8", "int8")
@@ -133,6 +134,11 @@ def _decoding(config: Config) -> Iterator[Check]:
     hottest = bool(c.temperatures) and min(c.temperatures) >= 0
     yield hottest, "calibrate.temperatures", c.temperatures, "at least one, none below 0"
     yield e.dtype in DTYPES, "export.dtype", e.dtype, f"one of {DTYPES}"
+    known = bool(e.formats) and set(e.formats) <= set(FORMATS)
+    ok = known and len(set(e.formats)) == len(e.formats)
+    t = config.convert.dtype
+    yield t in (None, *DTYPES), "convert.dtype", t, f"one of {DTYPES} or null"
+    yield ok, "export.formats", e.formats, f"some of {list(FORMATS)}, each once"
     yield from _positive("bench", b, "prompts", "max_new_tokens")
     temperatures = bool(b.temperatures) and min(b.temperatures) >= 0
     yield temperatures, "bench.temperatures", b.temperatures, "at least one, none below 0"

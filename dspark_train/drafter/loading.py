@@ -69,6 +69,9 @@ def load_drafter(checkpoint: str | Path, dtype: torch.dtype | None = None) -> Dr
                 f"{len(wrong)} {key.removesuffix('_keys')}, such as {first}; its files are "
                 "incomplete or belong to different drafters"
             )
+    for parameter in drafter.parameters():
+        # as mapped from a file they lie at odd addresses, where kernels sum in another order
+        parameter.data = parameter.data.clone()
     return drafter
 
 

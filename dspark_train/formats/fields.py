@@ -7,7 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark_train.drafter import DrafterConfig
 from dspark_train.drafter.config import MARKOV_HEADS
-from dspark_train.formats.table import PLAIN_LAYOUTS, SPECULATORS, Layout
+from dspark_train.formats.table import PLAIN_LAYOUTS, SPECULATORS, STRIPPED_ROPE, Layout
 
 # what means the same for them and for us
 SIZES = (
@@ -66,8 +66,6 @@ SILENT = frozenset(
         "target_model_type",
     ]
 )
-# inherited from multimodal or partly rotated targets; a draft rotates whole heads
-STRIPPED_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "interleaved")
 
 
 def layout_of(source: str, config: Mapping[str, Any]) -> Layout:

@@ -74,6 +74,8 @@ RENAMED = {
     "candidate_selector.successor_codebook": "markov_head.markov_w2.weight",
     "candidate_selector.hidden_projection.weight": "markov_head.hidden_projection.weight",
 }
+# inherited from multimodal or partly rotated targets; a draft rotates whole heads
+STRIPPED_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "interleaved")
 # the target's own, which some ship and a drafter shares
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 
@@ -144,13 +146,15 @@ def kind_of(config: DrafterConfig) -> str:
     return "dspark" if config.sample_from_anchor or config.markov_head_type else "dflash"
 
 
-def refuse_uncarried(destination: Destination, config: DrafterConfig) -> Layout:
-    """The layout for a drafter at a destination.
+def refuse_uncarried(name: str, config: DrafterConfig) -> Layout | None:
+    """The layout for a drafter at the destination `name`; None for our own.
 
     Raises:
         ValueError: the destination would draft something else; the message says what to do.
     """
-    name, kind = destination.name, kind_of(config)
+    if name == NATIVE:
+        return None
+    destination, kind = DESTINATIONS[name], kind_of(config)
     others = "export.formats=[" + ", ".join(carriers(config)) + "] can"
     if kind not in destination.layouts:
         raise ValueError(
@@ -198,9 +202,11 @@ def carriers(config: DrafterConfig) -> list[str]:
     ]
 
 
-def left_out(destination: Destination, config: DrafterConfig) -> list[str]:
-    """What does not change the drafts but is lost or moved at a destination, and what to do."""
-    name, notes = destination.name, []
+def what_is_left_out(name: str, config: DrafterConfig) -> list[str]:
+    """What does not change the drafts but is lost at a destination, and what to do about it."""
+    if name == NATIVE:
+        return []
+    destination, notes = DESTINATIONS[name], []
     if config.enable_confidence_head and kind_of(config) != "dspark":
         notes.append(f"{name} has no confidence head for this kind of drafter: it is left out")
     elif config.confidence_temperatures and not destination.carries_temperatures(config):

@@ -18,6 +18,7 @@ from dspark_train.formats.table import (
     RENAMED,
     SHARED,
     SPECULATORS,
+    STRIPPED_ROPE,
     Destination,
     Layout,
     refuse_uncarried,
@@ -55,7 +56,7 @@ def write(
         drafter.save_pretrained(folder)
         return
     destination = DESTINATIONS[name]
-    layout = refuse_uncarried(destination, drafter.config)
+    layout = refuse_uncarried(name, drafter.config)
     tensors = _tensors(destination, drafter, head)
     content = _config(destination, layout, drafter, architectures)
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,10 +167,12 @@ def _sizes(config: DrafterConfig) -> dict[str, Any]:
         "max_position_embeddings",
         "initializer_range",
         "vocab_size",
-        "rope_parameters",
     ]
     return {
         "model_type": "qwen3",
+        "rope_parameters": {
+            key: value for key, value in config.rope_parameters.items() if key not in STRIPPED_ROPE
+        },
         **{key: getattr(config, key) for key in same},
         "layer_types": ["full_attention"] * layers,
         "is_causal": False,

@@ -1,20 +1,27 @@
-"""drafter + temperatures -> a safetensors checkpoint, read back and checked before it is done."""
+"""drafter + temperatures -> checkpoints, each read back and decoded with before it is done."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.disk import check_space
-from dspark_train.drafter import Drafter, DrafterConfig, load_drafter
+from dspark_train.drafter import Drafter, load_drafter
+from dspark_train.formats import NATIVE, refuse_uncarried, what_is_left_out, write
+from dspark_train.formats.card import Measured, Story, card
+from dspark_train.formats.check import reload
 from dspark_train.stages.calibrate import trained
 from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target, target_settings
+from dspark_train.target import Target
+from dspark_train.target.licence import licence_of
 
 CHECK_TOKENS = 48
 
@@ -28,28 +35,101 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
-    """Write the checkpoint and decode with what was written."""
+    """Write every format and decode with what was written."""
     rollout, drafted = inputs["rollout"], inputs[trained(config)]
     drafter = load_drafter(drafted.folder("drafter"))
     refuse_untrained(drafter)
-    drafter.config.confidence_temperatures = inputs["calibrate"].facts["temperatures"]
+    temperatures = inputs["calibrate"].facts["temperatures"]
+    drafter.config.confidence_temperatures = temperatures
     drafter.to(getattr(torch, config.export.dtype))
+    # bench and generate decode with our own
+    formats = [NATIVE, *(name for name in config.export.formats if name != NATIVE)]
+    for name in formats:
+        refuse_uncarried(name, drafter.config)
     size = sum(p.numel() * p.element_size() for p in drafter.parameters())
-    check_space(writer.directory, size, "the checkpoint")
+    check_space(writer.directory, size * len(formats), "the checkpoints")
 
     target = load_target(config)
     require_same_target(target, rollout.facts["target"], str(rollout.directory))
     prompt = split_prompts(rollout, "held_out", 1)[0]["prompt"]
-    folder = writer.path("checkpoint")
-    writer.write("checkpoint", drafter.save_pretrained)
-    compare(folder, drafter, target, prompt)
+    story = tell(config, inputs, drafted)
+    calibration = {
+        "dataset": config.prompts.source,
+        "num_samples": inputs["calibrate"].counts.get("rounds", 0),
+        **{k: inputs["calibrate"].facts.get(k) for k in ("ece_before", "ece_after")},
+    }
+    for name in formats:
+        place = folder_of(name)
+        said = card(name, drafter.config, story)
+
+        def build(folder: Path, name: str = name, said: str = said) -> None:
+            write(
+                folder,
+                name,
+                drafter,
+                target.head,
+                architectures=[type(target.model).__name__],
+                calibration=calibration,
+            )
+            (folder / "README.md").write_text(said)
+
+        writer.write(place, build)
+        compare(writer.path(place), name, drafter, target, prompt)
+        for note in what_is_left_out(name, drafter.config):
+            print(f"export     {note}")
     if config.export.push_to_hub:
-        drafter.push_to_hub(config.export.push_to_hub)
-    size = sum(file.stat().st_size for file in folder.iterdir())
+        push(writer.path("checkpoint"), config.export.push_to_hub)
     return Outcome(
         counts={"bytes": size, "parameters": sum(p.numel() for p in drafter.parameters())},
-        facts={"checkpoint": "checkpoint", "target": rollout.facts["target"]},
-        line=f"{size / 1e6:.1f} MB, read back and decoded with",
+        facts={
+            "checkpoint": "checkpoint",
+            "formats": {name: folder_of(name) for name in formats},
+            "target": rollout.facts["target"],
+        },
+        line=f"{size / 1e6:.1f} MB as {', '.join(formats)}, read back and decoded with",
+    )
+
+
+def folder_of(name: str) -> str:
+    """Where a format lies inside the artifact."""
+    return "checkpoint" if name == NATIVE else f"formats/{name}"
+
+
+def push(folder: Path, repository: str) -> None:
+    """Upload a checkpoint; the repository is made if there is none."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repository, exist_ok=True)
+    api.upload_folder(repo_id=repository, folder_path=str(folder))
+
+
+def tell(config: Config, inputs: Mapping[str, Artifact], drafted: Artifact) -> Story:
+    """What the artifacts say about how the drafter was made and how far it guesses."""
+    rollout, calibrate = inputs["rollout"], inputs["calibrate"]
+    metrics = drafted.counts.get("metrics", {})
+    measured = []
+    if (tau := metrics.get("validation/tau")) is not None:
+        keys = sorted(key for key in metrics if key.startswith("validation/acceptance_"))
+        acceptance = [metrics[key] for key in keys]
+        what = "validation documents, expected from the distributions"
+        measured.append(Measured(what, "temperature 1", tau, acceptance))
+    if calibrate.facts.get("temperatures") is not None:
+        accepted = load_file(calibrate.file("traces.safetensors"))["accepted"].float()
+        c = config.calibrate
+        what = f"{c.prompts} calibration prompts, {len(accepted)} rounds decoded"
+        sampler = f"temperature {c.temperature}" if c.temperature else "greedy"
+        measured.append(Measured(what, sampler, 1 + accepted.mean().item()))
+    return Story(
+        recipe={key: value for key, value in drafted.settings.items() if isinstance(value, dict)},
+        data={
+            "prompts": config.prompts.source,
+            **{key: value for key, value in rollout.counts.items() if not isinstance(value, dict)},
+            "rollout": rollout.settings.get("rollout"),
+            "trained on": {k: drafted.counts.get(k) for k in ("documents", "tokens", "steps")},
+        },
+        measured=measured,
+        licence=licence_of(rollout.facts["target"]["name"]),
     )
 
 
@@ -63,7 +143,7 @@ def refuse_untrained(drafter: Drafter) -> None:
         name
         for name, parameter in drafter.named_parameters()
         if ("norm" in name and bool((parameter == 1).all()))
-        or (name.endswith("markov_w2.weight") and not bool(parameter.any()))
+        or (name.endswith(("markov_w2.weight", "kernel_projection.weight")) and not parameter.any())
     ]
     if untouched:
         raise ValueError(
@@ -72,26 +152,22 @@ def refuse_untrained(drafter: Drafter) -> None:
         )
 
 
-def compare(folder: Any, drafter: Drafter, target: Any, prompt: list[int]) -> None:
-    """Decode greedily with the drafter in memory and with the files; everything must be equal.
+def compare(
+    folder: Path, name: str, drafter: Drafter, target: Target, prompt: list[int] | None
+) -> None:
+    """Read a checkpoint back and decode greedily with the drafter in memory and with the files.
 
     Raises:
-        ValueError: a weight, a setting, a drafted confidence or a token differs.
+        ValueError: a weight, a setting, a logit, a drafted confidence or a token differs.
     """
-    reloaded = load_drafter(folder)
-    for key in DrafterConfig.__annotations__:
-        read, meant = getattr(reloaded.config, key), getattr(drafter.config, key)
-        if read != meant:
-            raise ValueError(f"{folder}/config.json says {key}={read}, exported was {meant}")
-    written = reloaded.state_dict()
-    for name, tensor in drafter.state_dict().items():
-        if not torch.equal(written[name], tensor):
-            raise ValueError(f"{folder}: {name} differs from what was exported")
+    reloaded = reload(folder, name, drafter, target.head)
     outputs = []
     for model in (drafter, reloaded):
         rounds: list[Any] = []
         decoder = SpeculativeDecoder.with_drafter(target, model)
         result = decoder.generate(prompt, CHECK_TOKENS, trace=rounds.append)
-        outputs.append((result.tokens, [(r.accepted, r.confidence) for r in rounds]))
+        confident = reloaded.confidence_head is not None
+        told = [(r.accepted, r.confidence if confident else None) for r in rounds]
+        outputs.append((result.tokens, told))
     if outputs[0] != outputs[1]:
         raise ValueError(f"{folder} decodes differently from the drafter it was written from")
