@@ -6,7 +6,7 @@ from typing import Any
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark_train.drafter import DrafterConfig
-from dspark_train.drafter.config import MARKOV_HEADS
+from dspark_train.drafter.config import FULL, MARKOV_HEADS, SLIDING
 from dspark_train.formats.table import PLAIN_LAYOUTS, SPECULATORS, STRIPPED_ROPE, Layout
 
 # what means the same for them and for us
@@ -30,7 +30,6 @@ OPTIONAL_SIZES = (
 FIXED: dict[str, tuple[Any, ...]] = {
     "is_causal": (False,),
     "causal": (False,),
-    "use_sliding_window": (False,),
     "model_type": ("qwen3", "dspark"),
     "mlp_bias": (False,),
     "attention_mode": ("gqa",),
@@ -156,9 +155,7 @@ def drafter_config(
     for field in OPTIONAL_SIZES:
         if (value := fields.take(field, None)) is not None:
             sizes[field] = value
-    for layer in fields.take("layer_types", ["full_attention"]):
-        if layer != "full_attention":
-            fields.refuse("layer_types", layer, "full_attention in every layer of the drafter")
+    sizes |= _windows(fields)
     if fields.take("target_hidden_size", sizes["hidden_size"]) != sizes["hidden_size"]:
         fields.refuse("target_hidden_size", "another", f"hidden_size={sizes['hidden_size']}")
     taps = fields.take(layout.taps)
@@ -189,6 +186,23 @@ def drafter_config(
     )
     fields.finish()
     return config
+
+
+def _windows(fields: Fields) -> dict[str, Any]:
+    """Sliding layers. Where nothing is said of causality they are causal, which ours are not."""
+    types, window = fields.take("layer_types", []), fields.take("sliding_window", None)
+    fields.take("use_sliding_window", None)
+    if SLIDING not in types:
+        for kind in sorted(set(types) - {FULL}):
+            fields.refuse("layer_types", kind, f"{FULL} or {SLIDING}")
+        return {}
+    if fields.layout.speculators:
+        # its window begins a fixed distance before the anchor, not before each slot
+        fields.refuse("layer_types", SLIDING, f"{FULL} in every layer of a speculators checkpoint")
+    causal = fields.take("is_causal", fields.take("causal", None))
+    if causal is not False:
+        fields.refuse("is_causal", causal, "false beside sliding layers: they are causal otherwise")
+    return {"layer_types": types, "sliding_window": window}
 
 
 def _heads(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class Destination:
         ships_target: whether the target's embedding and LM head belong into the checkpoint.
         reduced: whether it reads a reduced draft vocabulary.
         confidence: whether it reads the confidence head of the kind "dspark".
+        sliding: whether it reads layers whose slots see a window up to their own position.
         temperatures: whether it reads a file with the temperatures of the confidence, one a slot.
     """
 
@@ -101,6 +102,7 @@ class Destination:
     ships_target: bool = False
     reduced: bool = False
     confidence: bool = True
+    sliding: bool = False
     temperatures: bool = False
 
     def carries_temperatures(self, config: DrafterConfig) -> bool:
@@ -116,10 +118,10 @@ DESTINATIONS = {
         Destination(
             "deepspec", {"dspark": DSPARK}, (*_ALL, None), anchor_only=True, ships_target=True
         ),
-        Destination("vllm", _PLAIN, ("vanilla",), reduced=True),
-        Destination("sglang", _PLAIN, _ALL, temperatures=True),
+        Destination("vllm", _PLAIN, ("vanilla",), reduced=True, sliding=True),
+        Destination("sglang", _PLAIN, _ALL, sliding=True, temperatures=True),
         Destination("speculators", SPECULATORS, (*_ALL, None), reduced=True),
-        Destination("dflash", {"dflash": DFLASH, "dflash2": DFLASH2}),
+        Destination("dflash", {"dflash": DFLASH, "dflash2": DFLASH2}, sliding=True),
         Destination("transformers", {"dflash": DFLASH}),
     )
 }
@@ -179,11 +181,11 @@ def refuse_uncarried(name: str, config: DrafterConfig) -> Layout | None:
             f"(draft_vocab_size={config.draft_vocab_size}); {others}, or train with "
             "drafter.draft_vocab_size=null"
         )
-    if any(config.windows):
+    if any(config.windows) and not destination.sliding:
         raise ValueError(
             f"export format {name} cannot carry sliding layers (sliding_window="
-            f"{config.sliding_window}) that see their block in both directions; {others}, or train "
-            "with drafter.sliding_window=null"
+            f"{config.sliding_window}) that see their block in both directions and count the "
+            f"window from each slot; {others}, or train with drafter.sliding_window=null"
         )
     return destination.layouts[kind]
 
@@ -198,7 +200,7 @@ def carriers(config: DrafterConfig) -> list[str]:
         and (kind != "dspark" or config.markov_head_type in d.heads)
         and (config.sample_from_anchor or kind != "dspark" or not d.anchor_only)
         and (d.reduced or not config.draft_vocab_size)
-        and not any(config.windows)
+        and (d.sliding or not any(config.windows))
     ]
 
 

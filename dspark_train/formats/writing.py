@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.drafter.config import FULL
 from dspark_train.formats.files import CONFIG, SINGLE
 from dspark_train.formats.table import (
     AUX,
@@ -174,12 +175,12 @@ def _sizes(config: DrafterConfig) -> dict[str, Any]:
             key: value for key, value in config.rope_parameters.items() if key not in STRIPPED_ROPE
         },
         **{key: getattr(config, key) for key in same},
-        "layer_types": ["full_attention"] * layers,
+        "layer_types": config.layer_types or [FULL] * layers,
         "is_causal": False,
         "attention_dropout": 0.0,
         "max_window_layers": layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": any(config.windows),
         "tie_word_embeddings": False,
         "use_cache": True,
         "bos_token_id": None,

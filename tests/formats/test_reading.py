@@ -193,6 +193,9 @@ def add(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
     return lambda tensors: tensors.update({name: torch.zeros(shape)})
 
 
+SLIDING_SIZES = json.loads((FOLDER / "speculators-dflash/config.json").read_text())[
+    "transformer_layer_config"
+] | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
 REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
     "architecture": (
         "zlab-dflash",
@@ -225,11 +228,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
         None,
         r"is_causal=True, expected one of \[False",
     ),
-    "sliding": (
+    "sliding and causal": (
         "zlab-dflash",
-        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["full_attention", "sliding_attention"], "is_causal": None},
         None,
-        "layer_types='sliding_attention', expected full_attention",
+        "is_causal=None, expected false beside sliding layers",
+    ),
+    "a window from the anchor": (
+        "speculators-dflash",
+        {"transformer_layer_config": SLIDING_SIZES},
+        None,
+        "layer_types='sliding_attention', expected full_attention in every layer",
+    ),
+    "linear attention": (
+        "zlab-dflash",
+        {"layer_types": ["full_attention", "linear_attention"]},
+        None,
+        "layer_types='linear_attention', expected full_attention or sliding_attention",
     ),
     "quantised": (
         "zlab-dflash",

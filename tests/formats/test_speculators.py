@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from dspark_train.blocks import context_mask
+from dspark_train.blocks import ContextSpan
 from dspark_train.drafter import Drafter
 from dspark_train.formats import write
 from dspark_train.target import TargetHead
@@ -70,8 +70,8 @@ def ours(
     slots, S = drafter.slots, ids.shape[1]
     context = drafter.context_kv(given["features"][None], torch.arange(S)[None])
     inputs = slots.inputs(ids.gather(1, anchors), drafter.config.mask_token_id)
-    mask = context_mask(anchors, torch.zeros_like(anchors), S)
-    hidden = drafter.backbone(head.embed(inputs), slots.positions(anchors), context, mask)
+    span = ContextSpan(torch.zeros_like(anchors), anchors)
+    hidden = drafter.backbone(head.embed(inputs), slots.positions(anchors), context, span)
     before = slots.predecessor_positions(anchors)
     return hidden[0, :, slots.proposing], ids[0][before[0]]
 
