@@ -14,7 +14,7 @@ import torch
 
 from dspark_train.decoding.cache import KVCache
 from dspark_train.decoding.engine import Engine
-from dspark_train.decoding.proposers import BlockProposer
+from dspark_train.decoding.proposers import BlockProposer, CausalProposer
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.target import TargetOutput
@@ -155,7 +155,9 @@ class _Exploration:
             return  # the first act reads the prompt anew
         engine.cache.truncate([length - 1])
         proposer = engine.proposer
-        if hasattr(proposer, "cache"):
+        if isinstance(proposer, CausalProposer):
+            proposer.observe(0, [request], None, [length - 1 - proposer._valid[0]])
+        elif hasattr(proposer, "cache"):
             proposer.cache.truncate([length - 1])
         else:
             proposer.start(0)

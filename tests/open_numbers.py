@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from dspark_train.decoding import verdicts as verdicts_module
-from dspark_train.decoding.proposers import block as block_module
+from dspark_train.decoding.proposers import drawing as drawing_module
 from dspark_train.decoding.sampling import draw
 from dspark_train.decoding.verify import Verdict
 
@@ -166,6 +166,6 @@ class Explorer:
         with (
             mock.patch.object(verdicts_module, "draw_rows", explored_draws),
             mock.patch.object(verdicts_module, "verify", explored_verify),
-            mock.patch.object(block_module, "draw_rows", explored_draws),
+            mock.patch.object(drawing_module, "draw_rows", explored_draws),
         ):
             yield

@@ -16,8 +16,8 @@ from transformers import (
 from dspark_train.decoding import verdicts as verdicts_module
 from dspark_train.decoding import verify as verify_module
 from dspark_train.decoding.engine import Engine
-from dspark_train.decoding.proposers import BlockProposer, LookupProposer, Proposal
-from dspark_train.decoding.proposers import block as block_module
+from dspark_train.decoding.proposers import BlockProposer, CausalProposer, LookupProposer, Proposal
+from dspark_train.decoding.proposers import drawing as drawing_module
 from dspark_train.decoding.sampling import SamplingSettings, warp, warp_rows
 from dspark_train.drafter.selector import CandidateSelector
 from dspark_train.target import Target
@@ -159,6 +159,13 @@ def test_prompt_lookup_is_lossless(random_target, sampler):
     assert greatest_error(engine, SAMPLERS[sampler], prompt=prompt) < TOLERANCE
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_smaller_model_is_lossless(random_target, sampler):
+    target, smaller = (random_target(vocab_size=4, num_layers=n, seed=n) for n in (2, 1))
+    engine = Engine(target, CausalProposer(smaller, 4, num_tokens=2), 4)
+    assert greatest_error(engine, SAMPLERS[sampler]) < TOLERANCE
+
+
 @pytest.mark.parametrize("sampler", ["T=1", "combined"])
 def test_without_the_sequential_head(block_engine, sampler):
     assert greatest_error(block_engine(use_heads=False), SAMPLERS[sampler]) < TOLERANCE
@@ -211,7 +218,7 @@ class RecordsRawProbabilities(BlockProposer):
             raw.append(warp(logits, SamplingSettings(settings[0].temperature)))
             return warp_rows(logits, settings)
 
-        with mock.patch.object(block_module, "warp_rows", recording_warp):
+        with mock.patch.object(drawing_module, "warp_rows", recording_warp):
             (proposal,) = super().propose(requests, limits)
         return [Proposal(proposal.tokens, torch.cat(raw))]
 

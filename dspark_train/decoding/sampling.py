@@ -46,12 +46,12 @@ class SamplingSettings:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_tokens: Sequence[int] | None = None
-    bad_words: Sequence[Sequence[int]] = ()
     min_tokens: int = 0
-    suppress_at_begin: Sequence[int] = ()
-    processors: Sequence[Any] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_tokens: Sequence[int] | None = field(default=None, hash=False)
+    bad_words: Sequence[Sequence[int]] = field(default=(), hash=False)
+    suppress_at_begin: Sequence[int] = field(default=(), hash=False)
+    processors: Sequence[Any] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         problems = []

@@ -1,5 +1,6 @@
 """A batch gives what each request gives alone (fault kinds 7, 13, 18, 20, 22)."""
 
+import copy
 import random
 from unittest import mock
 
@@ -8,10 +9,16 @@ import torch
 
 from dspark_train.decoding import engine as engine_module
 from dspark_train.decoding.engine import Engine
-from dspark_train.decoding.proposers import BlockProposer, LookupProposer, PlainProposer
+from dspark_train.decoding.proposers import (
+    BlockProposer,
+    CausalProposer,
+    LookupProposer,
+    PlainProposer,
+)
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings, warp
 from dspark_train.decoding.scheduler import Fixed
+from dspark_train.target import Target
 from tests.random_drafter import make_drafter
 
 K = 4
@@ -38,10 +45,20 @@ def proposers(target):
         "lookup": LookupProposer(3, shortest=1),
         "dspark": BlockProposer(make_drafter(target, K, True, "rnn"), target.head),
         "dflash": BlockProposer(make_drafter(target, K, False, None), target.head),
+        "model": CausalProposer(smaller_model(target), num_tokens=3),
     }
 
 
-NAMES = ["plain", "lookup", "dspark", "dflash"]
+def smaller_model(target: Target) -> Target:
+    """The target itself, with other weights in its last layer."""
+    torch.manual_seed(3)
+    model = copy.deepcopy(target.model)
+    weight = model.model.layers[-1].mlp.down_proj.weight
+    weight.data += 0.3 * torch.randn_like(weight)
+    return Target.wrap(model, target.tokenizer)
+
+
+NAMES = ["plain", "lookup", "dspark", "dflash", "model"]
 
 
 def requests():

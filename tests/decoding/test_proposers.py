@@ -9,6 +9,7 @@ from dspark_train.blocks import ContextSpan
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import (
     BlockProposer,
+    CausalProposer,
     LookupProposer,
     PlainProposer,
     Proposal,
@@ -195,3 +196,40 @@ def test_lookup_refuses_lengths_out_of_order():
 
 def test_plain_proposes_nothing():
     assert propose(PlainProposer(), [1]).tokens == []
+
+
+def test_a_model_as_its_own_drafter_is_accepted_whole(random_target):
+    """200 rounds: its cache lacks one token after every full acceptance, and catches up."""
+    target = random_target(vocab_size=7, max_position_embeddings=1024)
+    engine = Engine(target, CausalProposer(target, num_tokens=3))
+    request = Request(PROMPT, SamplingSettings(), 801)
+    engine.add([request])
+    for _ in range(200):
+        (round_,) = engine.step()
+        assert (round_.proposed, round_.accepted) == (3, 3)
+    assert request.finish_reason == "length"
+
+
+def test_a_model_of_a_shorter_context_drafts_until_its_end(random_target):
+    target = random_target(vocab_size=7, max_position_embeddings=64)
+    smaller = random_target(vocab_size=7, num_layers=1, max_position_embeddings=16)
+    engine = Engine(target, CausalProposer(smaller, num_tokens=4))
+    request, proposed = Request(PROMPT, SamplingSettings(), 30), []
+    engine.add([request])
+    while request.finish_reason is None:
+        proposed.append((len(request.tokens), engine.step()[0].proposed))
+    assert max(n for length, n in proposed if length < 12) == 4
+    assert {n for length, n in proposed if length >= 16} == {0}
+    plain = Engine(target, PlainProposer())
+    alone = Request(PROMPT, SamplingSettings(), 30)
+    plain.add([alone])
+    while alone.finish_reason is None:
+        plain.step()
+    assert request.tokens == alone.tokens
+
+
+def test_a_model_of_another_vocabulary_is_refused(target, random_target):
+    with pytest.raises(ValueError, match="5 token ids and the target 7"):
+        CausalProposer(random_target(vocab_size=5), 7)
+    with pytest.raises(ValueError, match="num_tokens=0"):
+        CausalProposer(target, num_tokens=0)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from dspark_train.data.batch import Batch
 from dspark_train.decoding.proposers import BlockProposer
-from dspark_train.decoding.proposers import block as block_module
+from dspark_train.decoding.proposers import drawing as drawing_module
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.objective import ObjectiveWeights, lean_loss, reference_loss
@@ -109,7 +109,7 @@ def test_dflash2_rounds_with_a_growing_context() -> None:
 
         # draws that follow the greedy path: the rows are those of the reference
         path = [torch.tensor([token]) for token in proposal.tokens]
-        with mock.patch.object(block_module, "draw_rows", side_effect=path):
+        with mock.patch.object(drawing_module, "draw_rows", side_effect=path):
             (drawn,) = proposer.propose(requests[warm], [99])
         probs = drawn.probs[None]
         candidates = t[f"{name}.candidates"]

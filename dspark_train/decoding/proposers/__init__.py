@@ -2,7 +2,15 @@
 
 from dspark_train.decoding.proposers.base import Proposal, Proposer
 from dspark_train.decoding.proposers.block import BlockProposer
+from dspark_train.decoding.proposers.causal import CausalProposer
 from dspark_train.decoding.proposers.lookup import LookupProposer
 from dspark_train.decoding.proposers.plain import PlainProposer
 
-__all__ = ["BlockProposer", "LookupProposer", "PlainProposer", "Proposal", "Proposer"]
+__all__ = [
+    "BlockProposer",
+    "CausalProposer",
+    "LookupProposer",
+    "PlainProposer",
+    "Proposal",
+    "Proposer",
+]

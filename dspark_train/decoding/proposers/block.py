@@ -6,8 +6,9 @@ import torch
 
 from dspark_train.decoding.cache import DraftCache
 from dspark_train.decoding.proposers.base import Proposal
+from dspark_train.decoding.proposers.drawing import Drawing
 from dspark_train.decoding.request import Request
-from dspark_train.decoding.sampling import SamplingSettings, draw_rows, most_likely, warp_rows
+from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.drafter import Drafter
 from dspark_train.target import TargetHead
 
@@ -75,13 +76,9 @@ class BlockProposer:
                 )
         hidden = self._block(requests)[:, : max(limits)]
         logits = self._unary(hidden)
-        tokens, probs, confidence = self._walk(requests, logits, hidden)
-        proposals = []
-        for i, (request, limit) in enumerate(zip(requests, limits, strict=True)):
-            drawn = None if probs is None or self._settings(request).greedy else probs[i]
-            logit = None if confidence is None else confidence[i]
-            proposals.append(Proposal(tokens[i], drawn, logit).cut(limit))
-        return proposals
+        drawing = Drawing(requests, self.sampler)
+        confidence = self._walk(drawing, logits, hidden)
+        return drawing.proposals(limits, confidence)
 
     def _block(self, requests: Sequence[Request]) -> torch.Tensor:
         """Hidden states `[n, P, D]` of the slots that propose."""
@@ -103,21 +100,6 @@ class BlockProposer:
             return logits
         return logits.masked_fill(self.draft_ids >= self.vocabulary, float("-inf"))
 
-    def _settings(self, request: Request) -> SamplingSettings:
-        return self.sampler or request.settings
-
-    def _processed(
-        self, logits: torch.Tensor, requests: Sequence[Request], chosen: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """Logits `[n, V]` as the target's will be: each behind its tokens and drafts so far."""
-        drafts = torch.stack(tuple(chosen), dim=1).tolist() if chosen else [[]] * len(requests)
-        rows = [
-            r.process(logits[i : i + 1], drafts[i], len(chosen)) for i, r in enumerate(requests)
-        ]
-        allowed = torch.cat(rows)
-        # nothing that can be drafted is allowed: the draft will be rejected, whatever it is
-        return torch.where(allowed.isneginf().all(-1, keepdim=True), logits, allowed)
-
     def _over_target(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `[n, V]` over the target's usable vocabulary: the rest has no mass."""
         if self.draft_ids is None:
@@ -126,40 +108,24 @@ class BlockProposer:
         return full.index_copy(1, self.draft_ids, logits)[:, : self.vocabulary]
 
     def _walk(
-        self, requests: Sequence[Request], logits: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[list[list[int]], torch.Tensor | None, torch.Tensor | None]:
+        self, drawing: Drawing, logits: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor | None:
         """Left to right; each slot's bias sees the token that was drawn before it.
 
-        Returns tokens per request, probabilities `[n, P, V]` (None: all greedy) and confidence
-        logits `[n, P]`.
+        Returns confidence logits `[n, P]`, None without a confidence head.
         """
-        settings = [self._settings(request) for request in requests]
-        processed = any(request.processors for request in requests)
-        greedy = all(one.greedy for one in settings)
-        anchors = [request.tokens[-1] for request in requests]
-        previous = torch.tensor(anchors, device=hidden.device)
-        state = None
+        anchors = [request.tokens[-1] for request in drawing.requests]
+        previous, state, embeddings = torch.tensor(anchors, device=hidden.device), None, []
         if self.markov is not None:
             state, logits = self.markov.start(hidden[:, 0]), self.markov.candidates(logits)
-        chosen, rows, embeddings = [], [], []
         for slot in range(hidden.shape[1]):
             biased = logits[:, slot]
             if self.markov is not None:
                 bias, embedding, state = self.markov.step(state, previous, hidden[:, slot])
                 biased = biased + bias[:, : biased.shape[1]]
                 embeddings.append(embedding)
-            biased = self._over_target(biased)
-            if processed:
-                biased = self._processed(biased, requests, chosen)
-            if greedy:
-                previous = most_likely(biased)
-            else:
-                rows.append(warp_rows(biased, settings))
-                previous = draw_rows(rows[-1], [r.proposing(slot) for r in requests])
-            chosen.append(previous)
-        confidence = None
-        if self.confidence is not None:
-            given = torch.stack(embeddings, dim=1) if embeddings else None
-            confidence = self.confidence.logits(hidden, given)
-        tokens = torch.stack(chosen, dim=1).tolist()
-        return tokens, torch.stack(rows, dim=1) if rows else None, confidence
+            previous = drawing.next(self._over_target(biased))
+        if self.confidence is None:
+            return None
+        given = torch.stack(embeddings, dim=1) if embeddings else None
+        return self.confidence.logits(hidden, given)
