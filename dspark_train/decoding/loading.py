@@ -14,6 +14,7 @@ from dspark_train.decoding.sampling import usable_vocabulary
 from dspark_train.drafter import Drafter, DrafterConfig
 from dspark_train.formats import load_drafter
 from dspark_train.target import Target
+from dspark_train.target.cpu import can_pack, pack_linears
 from dspark_train.target.layers import validate_taps
 
 ProposerName = Literal["drafter", "drafter-no-heads", "lookup", "plain"]
@@ -51,6 +52,8 @@ def load_proposer(
     if proposer == "lookup":
         return LookupProposer()
     drafter = load_drafter(checkpoint, target.dtype, target.head).to(target.device)
+    if can_pack(target.dtype, target.device):
+        pack_linears(drafter)  # it is this decoder's own and never trained
     return block_proposer(drafter, target, use_heads=proposer == "drafter")
 
 

@@ -25,6 +25,7 @@ from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target, target_settings
 from dspark_train.target import Target
+from dspark_train.target.cpu import weight_bytes
 
 # what a contestant makes of (prompt, temperature, seed)
 Decode = Callable[[list[int], float, int], tuple[list[int], DecodingStats]]
@@ -125,7 +126,7 @@ def make_contestants(
         contestants[name] = ours(decoder, max_new_tokens)
         if name == "dspark":
             drafter = decoder.proposer.drafter
-            drafter_bytes = sum(p.numel() * p.element_size() for p in drafter.parameters())
+            drafter_bytes = weight_bytes(drafter)
             if drafter.markov_head is None:
                 del contestants["dspark"]  # without heads both rows would be the same
     contestants["transformers"] = transformers_generate(target, max_new_tokens)

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from dspark_train.target.cpu import PackedLinear
+
 
 class TargetHead(nn.Module):
     """Frozen embedding and LM head of a target; weights are shared with it, never copied.
@@ -39,7 +41,12 @@ class TargetHead(nn.Module):
         divided = float(getattr(config, "logits_scaling", None) or 1.0)
         self.scale = multiplied / divided
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._packed: PackedLinear | None = None
         self.requires_grad_(False)
+
+    def pack(self) -> None:
+        """Compute logits from a packed copy of the LM head where no gradient is asked for."""
+        self._packed = PackedLinear(self.projection)
 
     @property
     def vocab_size(self) -> int:
@@ -63,7 +70,9 @@ class TargetHead(nn.Module):
         bias = self.projection.bias
         rows.bias = None if bias is None else nn.Parameter(bias[ids], requires_grad=False)
         head = copy.copy(self)
-        head._modules = self._modules | {"projection": rows}
+        head._modules = self._modules | {"projection": rows, "_packed": None}
+        if self._packed is not None:
+            head.pack()
         return head
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -73,7 +82,11 @@ class TargetHead(nn.Module):
 
     def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
         """Map the final norm's output [..., D] to logits [..., V] in the head's dtype."""
-        logits = self.projection(last_hidden)
+        projection = self.projection
+        needs_gradient = torch.is_grad_enabled() and last_hidden.requires_grad
+        if self._packed is not None and last_hidden.dtype == torch.bfloat16 and not needs_gradient:
+            projection = self._packed
+        logits = projection(last_hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:

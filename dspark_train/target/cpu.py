@@ -1,0 +1,99 @@
+"""What makes a pass over a few tokens cheap on a CPU: packed weights and grouped attention.
+
+Reading the weights is most of such a pass. oneDNN reads a weight about twice as fast from its own
+blocked layout as from rows, and then five tokens cost what one costs, which is what verification
+lives on. Attention of one token is a product of few rows where the query heads that share a key
+head are taken as queries of that head.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+GROUPED = "sdpa_grouped"
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this machine has a packed product for weights of that kind."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+class PackedLinear(nn.Module):
+    """A frozen linear layer whose bfloat16 weight is held in oneDNN's blocked layout only."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight `[out, in]`, unpacked anew at every call."""
+        return self.packed.to_dense()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[..., in]` to `[..., out]`; no gradient passes."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace every linear layer inside a frozen `module`; the dense weights are let go."""
+    for name, child in module.named_children():
+        if type(child) is nn.Linear:
+            setattr(module, name, PackedLinear(child))
+        else:
+            pack_linears(child)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters of `module`, packed ones included."""
+    packed = [m for m in module.modules() if isinstance(m, PackedLinear)]
+    return sum(p.nbytes for p in module.parameters()) + sum(
+        2 * (m.in_features * m.out_features + (m.bias is not None) * m.out_features) for m in packed
+    )
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' "sdpa", with a short cut for one query per row.
+
+    Args:
+        query: `[B, H, q, d]`.
+        key, value: `[B, Hkv, S, d]`.
+        attention_mask: `[B or 1, 1, q, S]` or None.
+
+    Returns:
+        `[B, q, H, d]`, and None for the weights.
+    """
+    B, H, q, d = query.shape
+    if q > 1 or kwargs.get("dropout"):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    by_key_head = query.reshape(B, key.shape[1], -1, d)
+    mixed = F.scaled_dot_product_attention(
+        by_key_head, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return mixed.reshape(B, 1, H, d), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)

@@ -1,0 +1,99 @@
+"""Packed weights and grouped attention give what the layers they replace give."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.target import Target
+from dspark_train.target.cpu import (
+    PackedLinear,
+    can_pack,
+    grouped_attention,
+    pack_linears,
+    weight_bytes,
+)
+
+CPU = torch.device("cpu")
+needs_packing = pytest.mark.skipif(
+    not can_pack(torch.bfloat16, CPU), reason="this CPU has no bfloat16 products of oneDNN"
+)
+
+
+@needs_packing
+@pytest.mark.parametrize("rows", [(1,), (5,), (2, 3), (64,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_linear(rows: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    dense = nn.Linear(96, 40, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(*rows, 96).bfloat16()
+    with torch.no_grad():
+        packed = PackedLinear(dense)
+        expected = F.linear(
+            x.double(), dense.weight.double(), dense.bias.double() if bias else None
+        )
+    assert packed(x).shape == (*rows, 40)
+    # one rounding to bfloat16 of a sum in float32
+    torch.testing.assert_close(packed(x).double(), expected, rtol=2**-8, atol=1e-5)
+    assert torch.equal(packed.weight, dense.weight)
+
+
+@needs_packing
+def test_packing_replaces_every_linear_layer_and_counts_its_bytes() -> None:
+    drafter = Drafter(DrafterConfig(hidden_size=32, target_layer_ids=[0, 1])).bfloat16()
+    before = sum(p.nbytes for p in drafter.parameters())
+    pack_linears(drafter)
+    assert not [m for m in drafter.modules() if type(m) is nn.Linear]
+    assert weight_bytes(drafter) == before
+
+
+@pytest.mark.parametrize(("dtype", "device"), [("float32", "cpu"), ("bfloat16", "meta")])
+def test_only_bfloat16_on_a_cpu_is_packed(dtype: str, device: str) -> None:
+    assert not can_pack(getattr(torch, dtype), torch.device(device))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_grouped_attention(queries: int, masked: bool) -> None:
+    """By hand: every query head against the key head of its group."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 6, queries, 8), torch.randn(2, 3, 10, 8)
+    value = torch.randn(2, 3, 10, 8)
+    module = nn.Module()
+    module.is_causal, module.num_key_value_groups = False, 2
+    mask = torch.zeros(2, 1, queries, 10)
+    if masked:
+        mask = mask.masked_fill(torch.rand(mask.shape) < 0.4, float("-inf"))
+        mask[..., 0] = 0
+    result, _ = grouped_attention(module, query, key, value, mask if masked else None, 0.3)
+    for head in range(6):
+        scores = query[:, head] @ key[:, head // 2].transpose(-1, -2) * 0.3 + mask[:, 0]
+        expected = scores.softmax(-1) @ value[:, head // 2]
+        torch.testing.assert_close(result[:, :, head], expected)
+
+
+@needs_packing
+def test_a_packed_target_is_the_same_target(random_target: Callable[..., Target]) -> None:
+    plain = Target.wrap(random_target(vocab_size=50).model.bfloat16())
+    packed = Target.wrap(random_target(vocab_size=50).model.bfloat16())
+    before = packed.fingerprint()
+    packed.pack()
+    assert packed.packed
+    assert packed.fingerprint() == before == plain.fingerprint()
+    ids = torch.randint(50, (2, 7))
+    expected, found = (t.forward(ids, taps=(0, 1)) for t in (plain, packed))
+    for name in ("last_hidden", "features"):
+        one, other = getattr(expected, name), getattr(found, name)
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+    hidden = expected.last_hidden
+    torch.testing.assert_close(plain.head.logits(hidden), packed.head.logits(hidden))
+    # training still gets gradients through the head
+    leaf = hidden.clone().requires_grad_()
+    packed.head.logits(leaf).sum().backward()
+    assert leaf.grad is not None
+    ids = torch.arange(0, 50, 7)
+    part, whole = packed.head.restricted(ids).logits(hidden), packed.head.logits(hidden)
+    torch.testing.assert_close(part, whole[..., ids])
