@@ -12,13 +12,17 @@ from omegaconf import MISSING
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """The frozen model. `name` is a hub id, a folder, or `package:NAME` (weights in a package)."""
+    """The frozen model. `name` is a hub id, a folder, or `package:NAME` (weights in a package).
+
+    `pack` lays out bfloat16 weights on a CPU for passes over few tokens (`target/cpu.py`).
+    """
 
     name: str = MISSING
     revision: str | None = None
     dtype: str = "bfloat16"
     device: str = "auto"
     attn_implementation: str = "sdpa"
+    pack: bool = True
     cache_dir: str | None = None
 
 

@@ -77,6 +77,9 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     try:
         prompts = split_prompts(rollout, "held_out", b.prompts)
         contestants, drafter_bytes = make_contestants(target, checkpoint, b.max_new_tokens)
+        # the baseline is transformers as it is, without what `Target.pack` gives to ours
+        stock = load_target(config, stock=True) if target.packed else target
+        contestants["transformers"] = transformers_generate(stock, b.max_new_tokens)
         rows = measure(config, contestants, [row["prompt"] for row in prompts])
         used = {"threads": torch.get_num_threads()}
     finally:
@@ -129,7 +132,6 @@ def make_contestants(
             drafter_bytes = weight_bytes(drafter)
             if drafter.markov_head is None:
                 del contestants["dspark"]  # without heads both rows would be the same
-    contestants["transformers"] = transformers_generate(target, max_new_tokens)
     return contestants, drafter_bytes
 
 

@@ -29,8 +29,8 @@ def device(config: Config) -> torch.device:
         ) from error
 
 
-def load_target(config: Config) -> Target:
-    """Load the configured target."""
+def load_target(config: Config, *, stock: bool = False) -> Target:
+    """Load the configured target; `stock`: as transformers alone would, for baselines."""
     t = config.target
     return Target.load(
         t.name,
@@ -39,12 +39,13 @@ def load_target(config: Config) -> Target:
         device=str(device(config)),
         attn_implementation=t.attn_implementation,
         cache_dir=t.cache_dir,
+        pack=t.pack and not stock,
     )
 
 
 def target_settings(config: Config) -> dict[str, Any]:
     """What of the target's configuration determines its numbers (device and cache do not)."""
-    keep = ("name", "revision", "dtype", "attn_implementation")
+    keep = ("name", "revision", "dtype", "attn_implementation", "pack")
     return {key: value for key, value in asdict(config.target).items() if key in keep}
 
 
