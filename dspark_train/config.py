@@ -231,6 +231,23 @@ class BenchConfig:
 
 
 @dataclass(frozen=True)
+class SimulateConfig:
+    """Policies under simulated load. `cost_table` null: a curve of the paper's kind."""
+
+    policies: list[str] = field(
+        default_factory=lambda: [
+            *[f"fixed:{length}" for length in range(8)],
+            *["threshold:0.6", "prefix", "capacity", "auto"],
+        ]
+    )
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64, 128, 256])
+    requests: int = 200
+    tokens: int = 128
+    cost_table: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class GenerateConfig:
     """One answer on the terminal. `target`: another name for the target the checkpoint records."""
 
@@ -284,6 +301,7 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     convert: ConvertConfig = field(default_factory=ConvertConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 

@@ -143,6 +143,11 @@ def _decoding(config: Config) -> Iterator[Check]:
     temperatures = bool(b.temperatures) and min(b.temperatures) >= 0
     yield temperatures, "bench.temperatures", b.temperatures, "at least one, none below 0"
     yield b.threads is None or b.threads > 0, "bench.threads", b.threads, "positive, or null"
+    m = config.simulate
+    yield from _positive("simulate", m, "requests", "tokens")
+    loads = bool(m.concurrency) and min(m.concurrency) > 0
+    yield loads, "simulate.concurrency", m.concurrency, "at least one, all positive"
+    yield bool(m.policies), "simulate.policies", m.policies, "at least one"
     yield from _sampler("generate", g)
     yield from _positive("generate", g, "max_new_tokens")
     yield g.proposer in PROPOSERS, "generate.proposer", g.proposer, f"one of {PROPOSERS}"

@@ -20,6 +20,7 @@ LAYERS = (
     ("objective", "drafter"),
     ("calibration", "formats"),
     ("decoding",),
+    ("serving",),
     ("config",),
     ("data", "validation", "noise"),
     ("training",),

@@ -83,6 +83,19 @@ class DraftsAll:
         pass
 
 
+class FirstDrafts(DraftsAll):
+    """The first `length` drafts of every request; no more are made."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def draft_lengths(self, waiting: Waiting) -> np.ndarray:
+        return np.minimum(waiting.limits, self.length)
+
+    def verify_lengths(self, drafts: Drafts) -> np.ndarray:
+        return np.minimum(drafts.drafted, self.length)
+
+
 class Threshold(DraftsAll):
     """Drafts up to the first whose own confidence is below `least`, whatever the load."""
 

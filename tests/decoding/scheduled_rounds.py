@@ -21,16 +21,6 @@ from dspark_train.decoding.verify import residual
 Tokens = tuple[int, ...]
 
 
-class FirstDrafts(DraftsAll):
-    """The first `length` drafts of every request, as the engine's scheduler `Fixed`."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def verify_lengths(self, drafts: Drafts) -> np.ndarray:
-        return np.minimum(drafts.drafted, self.length)
-
-
 @dataclass(frozen=True)
 class World:
     """Random tables: every history has its own row.

@@ -11,11 +11,12 @@ from dspark_train.decoding.policies import (
     Auto,
     Capacity,
     Drafts,
+    FirstDrafts,
     Prefix,
     Threshold,
 )
 from dspark_train.decoding.survival import fill, ranked
-from tests.decoding.scheduled_rounds import FirstDrafts, World, error, found
+from tests.decoding.scheduled_rounds import World, error, found
 
 TOLERANCE = 1e-9
 # falling, with a cliff before 4 tokens that the first drop stops at, and better sizes behind it

@@ -1,0 +1,1 @@
+"""Many requests at a time: simulated, scheduled, served."""
