@@ -9,6 +9,13 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from dspark_train.config_decoding import (
+    BenchConfig,
+    CalibrateConfig,
+    GenerateConfig,
+    SimulateConfig,
+)
+
 
 @dataclass(frozen=True)
 class TargetConfig:
@@ -183,17 +190,6 @@ class HeadsConfig:
 
 
 @dataclass(frozen=True)
-class CalibrateConfig:
-    """Decoding traces of calibration prompts, and the temperatures fitted on them."""
-
-    prompts: int = 64
-    max_new_tokens: int = 128
-    temperatures: list[float] = field(default_factory=lambda: [0.7])
-    batch_size: int = 16
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class ExportConfig:
     """How checkpoints are written.
 
@@ -217,48 +213,6 @@ class ConvertConfig:
 
     target: str | None = None
     dtype: str | None = None
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """Held-out prompts, decoded by everything side by side, once per temperature."""
-
-    prompts: int = 16
-    max_new_tokens: int = 128
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
-    seed: int = 0
-    threads: int | None = None
-
-
-@dataclass(frozen=True)
-class SimulateConfig:
-    """Policies under simulated load. `cost_table` null: a curve of the paper's kind."""
-
-    policies: list[str] = field(
-        default_factory=lambda: [
-            *[f"fixed:{length}" for length in range(8)],
-            *["threshold:0.6", "prefix", "capacity", "auto"],
-        ]
-    )
-    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64, 128, 256])
-    requests: int = 200
-    tokens: int = 128
-    cost_table: str | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class GenerateConfig:
-    """One answer on the terminal. `target`: another name for the target the checkpoint records."""
-
-    target: str | None = None
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: list[str] = field(default_factory=list)
-    proposer: str = "drafter"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ LAYERS = (
     ("calibration", "formats"),
     ("decoding",),
     ("serving",),
+    ("config_decoding",),
     ("config",),
     ("data", "validation", "noise"),
     ("training",),
