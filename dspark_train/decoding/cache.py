@@ -5,12 +5,14 @@ read yet (the anchor) is in no cache.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
 from dspark_train.blocks import ContextSpan
 from dspark_train.decoding.cache_layer import KeysValues, RowLayer
+from dspark_train.target import Target
 
 
 class KVCache(Cache):
@@ -97,20 +99,70 @@ class KVCache(Cache):
                 stored[destination, :, :length] = stored[source, :, :length]
         self.lengths[destination] = length
 
-    def mask(self, q: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor | None:
+    def difference(self, row: int, other: "KVCache") -> float:
+        """Largest difference to the only row of `other`, relative to the largest entry there.
+
+        Raises:
+            ValueError: rows of different lengths.
+        """
+        length = self.lengths[row]
+        if length != other.lengths[0]:
+            raise ValueError(
+                f"row {row} of a cache holds {length} positions, expected {other.lengths[0]}"
+            )
+        worst = 0.0
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            for kind in ("keys", "values"):
+                held = getattr(ours, kind)[row, :, :length].float()
+                fresh = getattr(theirs, kind)[0, :, :length].float()
+                scale = fresh.abs().max().clamp(min=1e-12)
+                worst = max(worst, float((held - fresh).abs().max() / scale))
+        return worst
+
+    def masks(self, q: int, target: Target) -> torch.Tensor | dict[str, Any] | None:
+        """What `Target.forward` takes as attention mask for the next pass of q tokens.
+
+        The cache keeps all positions, those outside a sliding window too: so a rollback across
+        the window's edge is as good as any other. The mask alone makes the window.
+        """
+        window, (dtype, device) = target.sliding_window, (target.dtype, target.device)
+        if window is None:
+            return self.mask(q, dtype, device)
+        sliding = self.mask(q, dtype, device, window)
+        if not target.masks_by_layer_type:
+            return sliding
+        masks = {"full_attention": self.mask(q, dtype, device), "sliding_attention": sliding}
+        if q > 1:  # in a dictionary None means that everything is visible
+            past = max(self.active_lengths)
+            for kind, mask in masks.items():
+                masks[kind] = self._stairs(past, q, dtype, device) if mask is None else mask
+        return masks
+
+    def mask(
+        self,
+        q: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        window: int | None = None,
+    ) -> torch.Tensor | None:
         """Additive attention mask `[n or 1, 1, q, end]` for the next pass of q tokens.
 
         None where attention needs none: equal rows that are empty (plain causal) or get one token.
+
+        Args:
+            window: positions that a token sees, its own included; None: all before it.
         """
         lengths = self.active_lengths
         longest = max(lengths)
-        if min(lengths) == longest:
-            if q == 1 or longest == 0:
-                return None
-            return self._stairs(longest, q, dtype, device)
+        if window is None or longest + q <= window:
+            if min(lengths) == longest:
+                if q == 1 or longest == 0:
+                    return None
+                return self._stairs(longest, q, dtype, device)
+            window = longest + q
         columns = torch.arange(longest + q, device=device)
         last = torch.tensor(lengths, device=device)[:, None] + torch.arange(q, device=device)
-        hidden = columns > last[:, :, None]
+        hidden = (columns > last[:, :, None]) | (columns <= last[:, :, None] - window)
         return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
             hidden, torch.finfo(dtype).min
         )[:, None]

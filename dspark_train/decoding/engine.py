@@ -250,7 +250,7 @@ class Engine:
         return self.target.forward(
             ids.to(self.device),
             position_ids=positions.to(self.device),
-            attention_mask=self.cache.mask(width, self.dtype, self.device),
+            attention_mask=self.cache.masks(width, self.target),
             cache=self.cache,
             taps=self.proposer.taps,
         )

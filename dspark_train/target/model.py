@@ -17,7 +17,7 @@ from dspark_train.target.fingerprint import config_sha, weights_sha
 from dspark_train.target.head import TargetHead
 from dspark_train.target.layers import validate_taps
 from dspark_train.target.loading import load_model, load_tokenizer, resolve
-from dspark_train.target.support import probe, refuse_stateful, refuse_unsupported
+from dspark_train.target.support import probe, refuse_stateful, refuse_unsupported, sliding_window
 from dspark_train.target.taps import decoder_layers, tapped
 
 
@@ -47,6 +47,8 @@ class Target:
         vocab_size: rows of the LM head (may exceed the tokenizer).
         max_positions: longest context; `sys.maxsize` if the family has no limit.
         eos_ids: token ids that end a response; may be empty.
+        sliding_window: positions that tokens of sliding layers see, their own included; or None.
+        masks_by_layer_type: `forward` takes a mask for each type of layer.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Target:
         """Freeze `model` and check that it is one we can draft for.
 
         Raises:
-            ValueError: if it is not causal, not full attention, or has an unknown head.
+            ValueError: if it is not causal, has other layers than attention, or an unknown head.
         """
         refuse_unsupported(name, model.config)
         refuse_stateful(name, model)
@@ -71,6 +73,9 @@ class Target:
         self.head = TargetHead(model)
         self._decoder: nn.Module = model.get_decoder()
         probe(name, model, self._decoder, self.head)
+        self.sliding_window, self.masks_by_layer_type = sliding_window(
+            name, model.config, self._decoder
+        )
         config = model.config.get_text_config()
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
@@ -173,7 +178,7 @@ class Target:
         input_ids: torch.Tensor,
         *,
         position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
         cache: Cache | None = None,
         taps: Sequence[int] = (),
     ) -> TargetOutput:
@@ -183,7 +188,7 @@ class Target:
             input_ids: [B, S].
             position_ids: [B, S]; default: continuing the cache.
             attention_mask: [B, L] of ones and zeros, or [B, 1, S, L] bool (True = attend) or
-                float (added to the scores).
+                float (added to the scores); where `masks_by_layer_type`, one of these per type.
             cache: transformers' cache, appended to in place.
             taps: layers whose outputs are wanted, ascending.
 
@@ -216,7 +221,12 @@ class Target:
         # Eager attention adds the mask to the scores, where True would count as 1.
         config = self.model.config.get_text_config()
         eager = getattr(config, "_attn_implementation", None) == "eager"
-        if mask is None or mask.dim() != 4 or mask.dtype != torch.bool or not eager:
+        if (
+            not isinstance(mask, torch.Tensor)
+            or mask.dim() != 4
+            or mask.dtype != torch.bool
+            or not eager
+        ):
             return mask
         lowest = torch.finfo(self.dtype).min
         return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, lowest)

@@ -1,4 +1,7 @@
-"""What a target must be: causal, full attention in every layer, a head that we can reproduce."""
+"""What a target must be: causal, attention in every layer, a head that we can reproduce."""
+
+import inspect
+import sys
 
 import torch
 from torch import nn
@@ -8,26 +11,51 @@ from dspark_train.target.head import TargetHead
 
 
 def refuse_unsupported(name: str, config: PretrainedConfig) -> None:
-    """Refuse what the configuration already tells is not a causal, full-attention model.
+    """Refuse what the configuration already tells is not a causal model of attention layers.
 
     Raises:
         ValueError: naming the target and the part that is not supported.
     """
-    advice = "choose a target that attends to its whole context in every layer"
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"target {name}: {config.model_type} is an encoder-decoder, not causal")
+    if shared := getattr(config.get_text_config(), "num_kv_shared_layers", None):
+        raise ValueError(
+            f"target {name}: {shared} layers read the keys and values of other layers, which is "
+            "not supported; choose a target whose layers have their own"
+        )
+    layer_types = getattr(config.get_text_config(), "layer_types", None)
+    others = sorted({*(layer_types or ())} - {"full_attention", "sliding_attention"})
+    if others:
+        raise ValueError(
+            f"target {name}: layers of type {others} are not supported; choose a target whose "
+            "layers attend to the whole context or to a sliding window"
+        )
+
+
+def sliding_window(
+    name: str, config: PretrainedConfig, decoder: nn.Module
+) -> tuple[int | None, bool]:
+    """The width of the sliding layers, None without, and whether masks are given by layer type.
+
+    Families whose layers differ take a mask for each type; the others one for all layers.
+
+    Raises:
+        ValueError: layers differ, but the family takes a single mask.
+    """
     text = config.get_text_config()
     layer_types = getattr(text, "layer_types", None)
-    others = sorted({kind for kind in layer_types or () if kind != "full_attention"})
-    if others:
-        raise ValueError(f"target {name}: layers of type {others} are not supported; {advice}")
     window = getattr(text, "sliding_window", None)
-    # Families with layer_types say there which layers slide, and may leave an unused width here.
-    if layer_types is None and window and window < (text.max_position_embeddings or 0):
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None, False  # a width that no layer uses
+    if window is None or window >= (text.max_position_embeddings or sys.maxsize):
+        return None, False
+    by_type = "attention_mask, dict)" in inspect.getsource(type(decoder).forward)
+    if layer_types is not None and len({*layer_types}) > 1 and not by_type:
         raise ValueError(
-            f"target {name}: sliding_window={window} in a context of "
-            f"{text.max_position_embeddings} is not supported; {advice}"
+            f"target {name}: {type(decoder).__name__} has layers of several kinds "
+            f"({sorted({*layer_types})}) but takes one mask for all; choose another target"
         )
+    return window, by_type
 
 
 def refuse_stateful(name: str, model: PreTrainedModel) -> None:

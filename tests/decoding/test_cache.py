@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from dspark_train.decoding.audit import audit
 from dspark_train.decoding.cache import DraftCache, KVCache
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer, PlainProposer, Proposal
@@ -30,24 +31,9 @@ class Forced(BlockProposer):
         return [Proposal(drafts[: limits[0]])]
 
 
-def assert_equals_fresh_prefill(engine: Engine, request: Request) -> None:
+def assert_equals_fresh_prefill(engine: Engine) -> None:
     """Both caches, against one pass over the tokens that they claim to hold."""
-    target, cached = engine.target, engine.cache.lengths[0]
-    fresh = KVCache(target.num_layers)
-    ids = torch.tensor([request.tokens[:cached]])
-    features = target.forward(ids, cache=fresh, taps=engine.proposer.taps).features
-    for held, expected in zip(engine.cache.layers, fresh.layers, strict=True):
-        for name in ("keys", "values"):
-            ours, theirs = (
-                getattr(held, name)[:, :, :cached],
-                getattr(expected, name)[:, :, :cached],
-            )
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    if isinstance(engine.proposer, BlockProposer):
-        assert engine.proposer.cache.lengths == [cached]
-        context = engine.proposer.drafter.context_kv(features, torch.arange(cached)[None])
-        for held, expected in zip(engine.proposer.cache.context(), context, strict=True):
-            torch.testing.assert_close(held, expected, rtol=1e-4, atol=1e-5)
+    assert audit(engine) < 1e-5
 
 
 @pytest.fixture
@@ -80,7 +66,7 @@ def test_every_acceptance_pattern_leaves_fresh_caches(engine, target, pattern):
         (round_,) = engine.step()
         assert (round_.proposed, round_.accepted) == (K, accepted)
         assert engine.cache.lengths == [len(request.tokens) - 1]
-        assert_equals_fresh_prefill(engine, request)
+        assert_equals_fresh_prefill(engine)
     assert request.tokens == truth[: len(request.tokens)]
 
 
@@ -96,7 +82,7 @@ def test_an_eos_inside_a_block_cuts_both_caches(engine, target):
     assert request.new_tokens[-1] == eos
     assert (round_.proposed, round_.accepted, round_.committed, round_.judged) == (K, 1, 1, 1)
     assert engine.cache.lengths == [len(request.tokens)]
-    assert_equals_fresh_prefill(engine, request)
+    assert_equals_fresh_prefill(engine)
 
 
 def test_rounds_without_proposals_still_feed_the_drafter(engine, target):
@@ -110,7 +96,30 @@ def test_rounds_without_proposals_still_feed_the_drafter(engine, target):
     assert engine.step()[0].proposed == 0
     engine.proposer.propose = propose
     engine.step()
-    assert_equals_fresh_prefill(engine, request)
+    assert_equals_fresh_prefill(engine)
+
+
+def test_the_audit_finds_one_wrong_entry_and_wrong_lengths(engine, target):
+    """One position that stands for a rejected token, in one layer of either cache."""
+    truth, request = greedy(target, 12), Request(PROMPT, SamplingSettings(), 12)
+    engine.proposer.script([2, 1], truth)
+    engine.add([request])
+    engine.step()
+    engine.step()
+    assert_equals_fresh_prefill(engine)
+    place = len(request.tokens) - 2
+    for cache in (engine.cache, engine.proposer.cache):
+        entry = cache.layers[-1].keys[0, :, place]
+        with torch.inference_mode():
+            kept = entry.clone()
+            entry += 0.01 * entry.abs().max()
+            assert audit(engine) > 1e-3
+            entry.copy_(kept)
+        assert_equals_fresh_prefill(engine)
+        cache.lengths[0] -= 1
+        with pytest.raises(ValueError, match="holds"):
+            audit(engine)
+        cache.lengths[0] += 1
 
 
 def test_a_request_leaves_nothing_behind_for_the_next(engine, target):
@@ -124,7 +133,7 @@ def test_a_request_leaves_nothing_behind_for_the_next(engine, target):
         while request.finish_reason is None:
             engine.step()
         assert request.tokens == truth
-        assert_equals_fresh_prefill(engine, request)
+        assert_equals_fresh_prefill(engine)
         engine.take_finished()
         sizes.add((engine.cache.nbytes, engine.proposer.cache.nbytes))
     assert len(sizes) == 1

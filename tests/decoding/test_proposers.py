@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dspark_train.blocks import ContextSpan
+from dspark_train.decoding.audit import audit
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import (
     BlockProposer,
@@ -208,6 +209,7 @@ def test_a_model_as_its_own_drafter_is_accepted_whole(random_target):
         (round_,) = engine.step()
         assert (round_.proposed, round_.accepted) == (3, 3)
     assert request.finish_reason == "length"
+    assert audit(engine) < 1e-5
 
 
 def test_a_model_of_a_shorter_context_drafts_until_its_end(random_target):

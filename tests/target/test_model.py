@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from dspark_train.target import Target
+from dspark_train.target.support import refuse_unsupported
 
 MESSAGES = [{"role": "user", "content": "please clean the red door"}]
 
@@ -159,13 +160,28 @@ SMALL = {
 }
 
 
-def test_sliding_window_is_refused() -> None:
+def test_windows_are_read_from_the_configuration() -> None:
     qwen = Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(ValueError, match=r"target in-memory: layers of type .*sliding_attention"):
-        Target.wrap(Qwen3ForCausalLM(qwen))
-    with pytest.raises(ValueError, match="sliding_window=8"):
-        Target.wrap(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)))
-    assert Target.wrap(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None)))
+    target = Target.wrap(Qwen3ForCausalLM(qwen))
+    assert (target.sliding_window, target.masks_by_layer_type) == (8, True)
+    target = Target.wrap(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)))
+    assert (target.sliding_window, target.masks_by_layer_type) == (8, False)
+    for window in (None, 64):  # a window as wide as the context is none
+        model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=window))
+        assert Target.wrap(model).sliding_window is None
+    unused = Qwen3Config(**SMALL, use_sliding_window=False, sliding_window=8)
+    assert Target.wrap(Qwen3ForCausalLM(unused)).sliding_window is None
+
+
+def test_layers_that_are_not_attention_are_refused_by_name() -> None:
+    config = Qwen3Config(**SMALL)
+    config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"layers of type \['linear_attention'\]"):
+        refuse_unsupported("mine", config)
+    config = Qwen3Config(**SMALL)
+    config.num_kv_shared_layers = 1
+    with pytest.raises(ValueError, match="1 layers read the keys and values of other layers"):
+        refuse_unsupported("mine", config)
 
 
 def test_recurrent_and_bidirectional_are_refused() -> None:

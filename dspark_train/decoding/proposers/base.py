@@ -74,3 +74,38 @@ class Proposer(Protocol):
             requests: those in rows 0, 1, …
             limits: how many tokens each may draft at most, 0 included.
         """
+
+    def audit(self, row: int, tokens: Sequence[int], features: torch.Tensor | None) -> float:
+        """Largest relative difference of what `row` holds to a fresh reading of `tokens`.
+
+        Args:
+            tokens: what the target's cache holds in that row.
+            features: `[1, len(tokens), M·D]` of a fresh pass, None without taps.
+
+        Raises:
+            ValueError: it holds another number of positions than it must.
+        """
+
+
+class Stateless:
+    """What proposers without caches share."""
+
+    taps: tuple[int, ...] = ()
+
+    def open(self, rows: int) -> None:
+        """Nothing to make room for."""
+
+    def start(self, row: int) -> None:
+        """Nothing to forget."""
+
+    def move(self, source: int, destination: int) -> None:
+        """Nothing to move."""
+
+    def observe(
+        self, first: int, requests: Sequence[Request], features: torch.Tensor | None, counts: list
+    ) -> None:
+        """Nothing to keep."""
+
+    def audit(self, row: int, tokens: Sequence[int], features: torch.Tensor | None) -> float:
+        """Nothing to compare."""
+        return 0.0

@@ -65,6 +65,12 @@ class BlockProposer:
         positions = starts[:, None] + torch.arange(features.shape[1], device=device)
         self.cache.append(self.drafter.context_kv(features, positions), counts)
 
+    def audit(self, row: int, tokens: Sequence[int], features: torch.Tensor | None) -> float:
+        fresh = DraftCache(self.drafter.config.num_hidden_layers)
+        positions = torch.arange(len(tokens), device=features.device)[None]
+        fresh.append(self.drafter.context_kv(features, positions), [len(tokens)])
+        return self.cache.difference(row, fresh)
+
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
         self.cache.activate(0, len(requests))
         for length, request in zip(self.cache.active_lengths, requests, strict=True):

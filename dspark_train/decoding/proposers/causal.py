@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dspark_train.decoding.audit import read
 from dspark_train.decoding.cache import KVCache
 from dspark_train.decoding.proposers.base import Proposal
 from dspark_train.decoding.proposers.drawing import Drawing
@@ -75,6 +76,13 @@ class CausalProposer:
             prompts = zip(requests, rows, strict=True)
             self._pass([request.tokens[: self._valid[row]] for request, row in prompts])
 
+    def audit(self, row: int, tokens: Sequence[int], features: torch.Tensor | None) -> float:
+        held = self.cache.lengths[row]
+        if held > len(tokens):
+            raise ValueError(f"row {row} of the smaller model holds {held} of {len(tokens)} tokens")
+        fresh, _ = read(self.model, list(tokens[:held]))
+        return self.cache.difference(row, fresh)
+
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
         room = self.model.max_positions
         limits = [
@@ -103,7 +111,7 @@ class CausalProposer:
         hidden = model.forward(
             ids.to(model.device),
             position_ids=positions.clamp(max=model.max_positions - 1).to(model.device),
-            attention_mask=self.cache.mask(width, model.dtype, model.device),
+            attention_mask=self.cache.masks(width, model),
             cache=self.cache,
         ).last_hidden
         self.cache.truncate([start + count for start, count in zip(starts, counts, strict=True)])

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
-
-from dspark_train.decoding.proposers.base import Proposal
+from dspark_train.decoding.proposers.base import Proposal, Stateless
 from dspark_train.decoding.request import Request
 
 
-class LookupProposer:
+class LookupProposer(Stateless):
     """Copies what followed the latest earlier occurrence of the longest known suffix.
 
     It looks in each request's own prompt and output only, and needs no training. Nothing is drawn,
@@ -21,8 +19,6 @@ class LookupProposer:
     Raises:
         ValueError: lengths out of order.
     """
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, num_tokens: int = 8, longest: int = 4, shortest: int = 2) -> None:
         if num_tokens < 1 or not 1 <= shortest <= longest:
@@ -42,11 +38,6 @@ class LookupProposer:
     def move(self, source: int, destination: int) -> None:
         self._indices[destination] = self._indices[source]
         self.start(source)
-
-    def observe(
-        self, first: int, requests: Sequence[Request], features: torch.Tensor | None, counts: list
-    ) -> None:
-        pass
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
         proposals = []
