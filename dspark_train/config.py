@@ -216,6 +216,22 @@ class ConvertConfig:
 
 
 @dataclass(frozen=True)
+class BenchTrainingConfig:
+    """Cost of training steps at `shapes` (sizes of known targets), by random numbers.
+
+    Each of `rounds` runs every loss in a process of its own for `steps` timed steps. `anchors`: the
+    numbers of blocks at which two layers are timed. `loss_memory_mb` is that of the lean loss.
+    """
+
+    shapes: list[str] = field(default_factory=lambda: ["smollm2_135m", "qwen3_4b"])
+    rounds: int = 3
+    steps: int = 3
+    anchors: list[int] = field(default_factory=lambda: [32, 64, 128, 256])
+    loss_memory_mb: float = 128.0
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
 class LoggerConfig:
     """Training logs. CSV is always written; wandb is `offline`, `online` or null."""
 
@@ -256,6 +272,7 @@ class Config:
     convert: ConvertConfig = field(default_factory=ConvertConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
+    bench_training: BenchTrainingConfig = field(default_factory=BenchTrainingConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 

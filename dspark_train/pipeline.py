@@ -15,7 +15,17 @@ from dspark_train.formats import load_config
 from dspark_train.noise import silence_libraries
 from dspark_train.stages.stage import Stage
 
-STAGES = ("rollout", "capture", "train", "heads", "calibrate", "simulate", "export", "bench")
+STAGES = (
+    "rollout",
+    "capture",
+    "train",
+    "heads",
+    "calibrate",
+    "simulate",
+    "export",
+    "bench",
+    "bench_training",
+)
 COMMANDS = ("convert", "generate", "verify")  # leave no artifact
 
 

@@ -12,6 +12,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 STORED = ("float32", "bfloat16", "fp8", "int8")
 MODES = ("offline", "online")
 ATTENTION = ("auto", "two_part", "flex")
+STEP_SHAPES = ("smollm2_135m", "qwen3_4b")  # those of training/step_cost.py
 SCHEDULES = ("joint", "staged")
 PREFIXES = ("teacher", "sampled")
 PROPOSERS = get_args(ProposerName)
@@ -148,6 +149,18 @@ def _decoding(config: Config) -> Iterator[Check]:
     loads = bool(m.concurrency) and min(m.concurrency) > 0
     yield loads, "simulate.concurrency", m.concurrency, "at least one, all positive"
     yield bool(m.policies), "simulate.policies", m.policies, "at least one"
+    t = config.bench_training
+    yield from _positive("bench_training", t, "rounds", "steps", "loss_memory_mb")
+    known = not set(t.shapes) - set(STEP_SHAPES)
+    yield known, "bench_training.shapes", t.shapes, f"some of {STEP_SHAPES}"
+    positive = all(count > 0 for count in t.anchors)
+    yield positive, "bench_training.anchors", t.anchors, "positive numbers"
+    yield (
+        t.threads is None or t.threads > 0,
+        "bench_training.threads",
+        t.threads,
+        "positive, or null",
+    )
     yield from _sampler("generate", g)
     yield from _positive("generate", g, "max_new_tokens")
     yield g.proposer in PROPOSERS, "generate.proposer", g.proposer, f"one of {PROPOSERS}"

@@ -26,13 +26,20 @@ def processor() -> str:
 
 def environment(target: Target) -> dict[str, Any]:
     """What a reader needs to know to compare numbers."""
-    cuda = target.device.type == "cuda"
     return {
-        "machine": torch.cuda.get_device_name(target.device) if cuda else processor(),
-        "device": str(target.device),
+        **machine(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "target": target.fingerprint(),
         "attention": target.model.config._attn_implementation,
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What computed, and with which releases."""
+    cuda = device.type == "cuda"
+    return {
+        "machine": torch.cuda.get_device_name(device) if cuda else processor(),
+        "device": str(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
