@@ -118,7 +118,7 @@ def tell(config: Config, inputs: Mapping[str, Artifact], drafted: Artifact) -> S
         accepted = load_file(calibrate.file("traces.safetensors"))["accepted"].float()
         c = config.calibrate
         what = f"{c.prompts} calibration prompts, {len(accepted)} rounds decoded"
-        sampler = f"temperature {c.temperature}" if c.temperature else "greedy"
+        sampler = ", ".join(f"temperature {t}" if t else "greedy" for t in c.temperatures)
         measured.append(Measured(what, sampler, 1 + accepted.mean().item()))
     return Story(
         recipe={key: value for key, value in drafted.settings.items() if isinstance(value, dict)},

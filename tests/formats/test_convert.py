@@ -128,7 +128,9 @@ def test_the_stage_export_writes_and_checks_every_format(
     told = json.loads(
         (export.folder(places["sglang"]) / "confidence_temperatures.json").read_text()
     )
-    assert len(told["temperatures"]) == trained["block_size"] == len(told["ece_after"])
+    assert len(told["temperatures"]) == trained["block_size"]
+    assert told["num_samples"] > 0
+    assert told["ece_after"]
 
 
 def test_an_untrained_convolution_is_refused(tmp_path: Path) -> None:
