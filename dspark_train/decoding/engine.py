@@ -22,7 +22,7 @@ from dspark_train.decoding.proposers import Proposal, Proposer
 from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.scheduler import Fixed, Scheduler
 from dspark_train.decoding.stats import Round
-from dspark_train.decoding.verdicts import decide
+from dspark_train.decoding.verdicts import decide, round_of
 from dspark_train.target import Target, TargetOutput
 
 
@@ -38,8 +38,10 @@ class Engine:
         vocabulary: ids from here on get no mass (padding of the LM head); None: all rows count.
         rows: requests it decodes at the same time, at most.
         scheduler: chooses the verify length of every request in every round; None: whole proposals.
+        reads_ahead: have one more row, in which a prompt is read in pieces while others go on.
 
     Attributes:
+        reading: the request that is being read in pieces, None if there is none.
         requests: `requests[i]` owns row i of every cache. Read it, and change it by `add`,
             `remove` and `take_finished`.
     """
@@ -52,12 +54,14 @@ class Engine:
         *,
         rows: int = 1,
         scheduler: Scheduler | None = None,
+        reads_ahead: bool = False,
     ) -> None:
         self.target, self.proposer, self.vocabulary = target, proposer, vocabulary
         self.rows, self.scheduler = rows, scheduler or Fixed()
         self.requests: list[Request] = []
-        self.cache = KVCache(target.num_layers, num_rows=rows)
-        proposer.open(rows)
+        self.reading: Request | None = None
+        self.cache = KVCache(target.num_layers, num_rows=rows + reads_ahead)
+        proposer.open(rows + reads_ahead)
         # transformers looks for the device among the parameters at every call
         self.device, self.dtype = target.device, target.dtype
 
@@ -95,7 +99,7 @@ class Engine:
         self.cache.reserve(max(r.prompt_length + r.max_new_tokens for r in requests))
         fresh = [len(r.tokens) == r.prompt_length for r in requests]
         read = [r.tokens if new else r.tokens[:-1] for r, new in zip(requests, fresh, strict=True)]
-        hidden = self._read(first, read, [len(tokens) for tokens in read])
+        hidden = self._read(first, requests, read)
         begin = [i for i, new in enumerate(fresh) if new]
         if begin:
             last = hidden[begin, [len(read[i]) - 1 for i in begin]]
@@ -109,6 +113,50 @@ class Engine:
             for i, decision in zip(begin, decided, strict=True):
                 requests[i].commit(decision.tokens, decision.logprobs)
         return perf_counter() - began
+
+    def begin(self, request: Request) -> None:
+        """Start to read a request in pieces, in the row for that; see `read`.
+
+        Raises:
+            ValueError: another one is being read, no row is free for it, or it has finished.
+        """
+        if self.reading is not None or not self.free or request.finish_reason is not None:
+            raise ValueError(
+                f"{self.free} free rows, reading={self.reading is not None}, finish reason "
+                f"{request.finish_reason}: expected a free row, nothing being read, unfinished"
+            )
+        self.reading = request
+        self.cache.activate(self.rows, self.rows + 1)
+        self.cache.truncate([0])
+        self.proposer.start(self.rows)
+
+    @torch.inference_mode()
+    def read(self, count: int) -> bool:
+        """Read `count` more tokens of `reading`; after the last it joins the batch.
+
+        Returns:
+            Whether it has joined, with its first new token as `add` would have committed it.
+
+        Raises:
+            RequestError: as `step`; the request is not in the batch then.
+        """
+        request, row = self.reading, self.rows
+        fresh = len(request.tokens) == request.prompt_length
+        tokens = request.tokens if fresh else request.tokens[:-1]
+        self.cache.activate(row, row + 1)
+        held = self.cache.lengths[row]
+        self.cache.reserve(request.prompt_length + request.max_new_tokens)
+        hidden = self._read(row, [request], [tokens[held : held + count]])
+        if held + count < len(tokens):
+            return False
+        self.reading = None
+        if fresh:
+            (decision,) = decide([request], self._logits(hidden[0, -1:]), [Proposal()])
+            request.commit(decision.tokens, decision.logprobs)
+        self.requests.append(request)
+        self.cache.move_row(row, len(self.requests) - 1)
+        self.proposer.move(row, len(self.requests) - 1)
+        return True
 
     @torch.inference_mode()
     def remove(self, request: Request) -> None:
@@ -163,25 +211,14 @@ class Engine:
         ]
         stands = [min(d.accepted, count) for d, count in zip(decided, kept, strict=True)]
         committed = perf_counter()
-        self._observe(0, output, [count + 1 for count in stands])
+        self._observe(0, requests, output, [count + 1 for count in stands])
         observed = perf_counter()
-        n = len(requests)
-        draft = (drafted - began + observed - committed) / n
-        verify_seconds = (verified - scheduled) / n
-        other = (scheduled - drafted + committed - verified) / n
+        draft, verify = drafted - began + observed - committed, verified - scheduled
+        rest = scheduled - drafted + committed - verified
+        shares = [seconds / len(requests) for seconds in (draft, verify, rest)]
         rounds = [
-            Round(
-                proposed=len(proposal.tokens),
-                accepted=stood,
-                judged=stood if count <= d.accepted else min(d.accepted + 1, len(proposal.tokens)),
-                committed=count,
-                confidence=None if proposal.confidence is None else proposal.confidence.tolist(),
-                draft=draft,
-                verify=verify_seconds,
-                other=other,
-                overlap=d.overlap,
-            )
-            for proposal, d, count, stood in zip(proposals, decided, kept, stands, strict=True)
+            round_of(proposal, decision, count, *shares)
+            for proposal, decision, count in zip(proposals, decided, kept, strict=True)
         ]
         self.scheduler.observe(requests, rounds)
         return rounds
@@ -218,14 +255,16 @@ class Engine:
         return self._logits(flat if len(places) == len(flat) else flat[places]), output
 
     def _read(
-        self, first: int, read: Sequence[Sequence[int]], counts: Sequence[int]
+        self, first: int, requests: Sequence[Request], read: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Let target and proposer read prompts into empty rows; last hidden states `[n, q, D]`."""
+        """Let target and proposer read on in the active rows; last hidden states `[n, q, D]`."""
         output = self._pass(read)
-        self._observe(first, output, counts)
+        self._observe(first, requests, output, [len(tokens) for tokens in read])
         return output.last_hidden
 
-    def _observe(self, first: int, output: TargetOutput, counts: Sequence[int]) -> None:
+    def _observe(
+        self, first: int, requests: Sequence[Request], output: TargetOutput, counts: Sequence[int]
+    ) -> None:
         """Keep the first `counts` positions of what the active rows have just read."""
         width = output.last_hidden.shape[1]
         self.cache.truncate(
@@ -234,7 +273,6 @@ class Engine:
                 for length, count in zip(self.cache.active_lengths, counts, strict=True)
             ]
         )
-        requests = self.requests[first : first + len(counts)]
         self.proposer.observe(first, requests, output.features, counts)
 
     def _pass(self, read: Sequence[Sequence[int]]) -> TargetOutput:

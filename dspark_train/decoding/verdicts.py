@@ -9,6 +9,7 @@ from dspark_train.decoding.logprobs import TokenLogprobs, token_logprobs
 from dspark_train.decoding.proposers import Proposal
 from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.sampling import draw_rows, most_likely, warp_rows
+from dspark_train.decoding.stats import Round
 from dspark_train.decoding.verify import overlap, verify, verify_greedy
 
 # accepted drafts, the token after them, overlaps of a traced request
@@ -128,3 +129,28 @@ def _sampled(
         overlaps.append(traced)
     tokens = draw_rows(torch.stack(next_probs), uniforms).tolist()
     return list(zip(accepted, tokens, overlaps, strict=True))
+
+
+def round_of(
+    proposal: Proposal, decision: Decision, kept: int, draft: float, verify: float, other: float
+) -> Round:
+    """What happened to a request in a round.
+
+    Args:
+        proposal: the drafts that entered the target pass.
+        decision: the verdict on them.
+        kept: tokens that were committed.
+        draft, verify, other: seconds.
+    """
+    stood, proposed = min(decision.accepted, kept), len(proposal.tokens)
+    return Round(
+        proposed=proposed,
+        accepted=stood,
+        judged=stood if kept <= decision.accepted else min(decision.accepted + 1, proposed),
+        committed=kept,
+        confidence=None if proposal.confidence is None else proposal.confidence.tolist(),
+        draft=draft,
+        verify=verify,
+        other=other,
+        overlap=decision.overlap,
+    )

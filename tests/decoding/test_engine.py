@@ -214,3 +214,26 @@ def test_traced_requests_tell_the_overlap_of_draft_and_target(target, name):
     for overlap, by_definition in zip(found, expected, strict=True):
         assert overlap == (by_definition and pytest.approx(by_definition, abs=1e-6))
     assert any(0 < x < 1 for overlap in found if overlap for x in overlap)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 50])
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_that_are_read_in_pieces_give_the_same(target, name, chunk):
+    """While others go on, and after a preemption too."""
+    expected, batch = alone(target, name), requests()
+    engine = Engine(target, proposers(target)[name], rows=2, reads_ahead=True)
+    waiting, preempted = list(reversed(batch)), 0
+    while waiting or engine.requests or engine.reading:
+        if engine.reading is None and waiting and engine.free:
+            engine.begin(waiting.pop())
+        if engine.reading is not None and engine.free:
+            engine.read(chunk)
+            engine.take_finished()
+        if engine.requests:
+            engine.step()
+            engine.take_finished()
+        if preempted < 3 and len(engine.requests) == 2:
+            preempted += 1
+            waiting.append(engine.requests[0])
+            engine.remove(engine.requests[0])
+    assert [(r.new_tokens, r.finish_reason) for r in batch] == expected
