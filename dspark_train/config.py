@@ -13,6 +13,7 @@ from dspark_train.config_decoding import (
     BenchConfig,
     CalibrateConfig,
     GenerateConfig,
+    ServeConfig,
     SimulateConfig,
 )
 
@@ -274,6 +275,7 @@ class Config:
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     bench_training: BenchTrainingConfig = field(default_factory=BenchTrainingConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
     @property

@@ -54,3 +54,34 @@ class GenerateConfig:
     seed: int | None = None
     stop: list[str] = field(default_factory=list)
     proposer: str = "drafter"
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """An OpenAI-compatible server.
+
+    `policy`: fixed, fixed:3, threshold:0.6, prefix, capacity, columns or auto. `cost_table` is read
+    if it is there, else measured in about `cost_seconds` and kept there; null measures every time.
+    `slots`: drafts of a proposer that has no block. `target`, `model`: other names for the target.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    model: str | None = None
+    target: str | None = None
+    proposer: str = "drafter"
+    policy: str = "auto"
+    rows: int = 16
+    slots: int = 8
+    chunk: int = 256
+    max_waiting: int = 256
+    max_positions: int = 65536
+    max_new_tokens: int = 2048
+    max_prompt_tokens: int = 8192
+    max_choices: int = 16
+    max_body_bytes: int = 1048576
+    timeout: float = 600.0
+    shutdown_seconds: float = 30.0
+    cost_table: str | None = None
+    cost_seconds: float = 2.0

@@ -26,7 +26,7 @@ STAGES = (
     "bench",
     "bench_training",
 )
-COMMANDS = ("convert", "generate", "verify")  # leave no artifact
+COMMANDS = ("convert", "generate", "serve", "verify")  # leave no artifact
 
 
 def run(config: Config, given: Sequence[str] = ()) -> None:

@@ -161,6 +161,14 @@ def _decoding(config: Config) -> Iterator[Check]:
         t.threads,
         "positive, or null",
     )
+    v = config.serve
+    sizes = ("rows", "slots", "chunk", "max_waiting", "max_positions", "max_new_tokens")
+    more = ("max_prompt_tokens", "max_choices", "max_body_bytes", "timeout", "shutdown_seconds")
+    yield from _positive("serve", v, *sizes, *more, "cost_seconds")
+    yield 0 < v.port < 65536, "serve.port", v.port, "a number from 1 to 65535"
+    yield v.proposer in PROPOSERS, "serve.proposer", v.proposer, f"one of {PROPOSERS}"
+    expected = "a key that is not empty, or null for none"
+    yield v.api_key != "", "serve.api_key", v.api_key, expected
     yield from _sampler("generate", g)
     yield from _positive("generate", g, "max_new_tokens")
     yield g.proposer in PROPOSERS, "generate.proposer", g.proposer, f"one of {PROPOSERS}"

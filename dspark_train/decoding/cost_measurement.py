@@ -7,8 +7,8 @@ from time import perf_counter
 
 from dspark_train.decoding.cost_table import CLIFF, CostTable
 
-# one step of the engine: tokens in the batch, context length
-Step = Callable[[int, int], None]
+# seconds of one step of the engine: tokens in the batch, context length
+Step = Callable[[int, int], float]
 
 
 def measure_costs(
@@ -16,7 +16,7 @@ def measure_costs(
     *,
     max_tokens: int,
     contexts: Sequence[int] = (0,),
-    draft: Callable[[int], None] | None = None,
+    draft: Callable[[int], float] | None = None,
     max_rows: int = 1,
     budget: float = 2.0,
     clock: Callable[[], float] = perf_counter,
@@ -28,10 +28,10 @@ def measure_costs(
     halved: a cliff is located to the token if there is time, and priced as dear where not.
 
     Args:
-        step: runs one target pass and waits for its end.
+        step: runs one target pass to its end, and says what it took.
         max_tokens: the largest batch.
         contexts: context lengths, ascending.
-        draft: runs one drafter pass for so many requests, None: drafting costs nothing.
+        draft: the same for a drafter pass of so many requests, None: drafting costs nothing.
         max_rows: the most requests of a drafter pass.
         budget: seconds in all; every size is timed at least twice whatever it takes.
         clock: seconds, for tests.
@@ -44,12 +44,8 @@ def measure_costs(
     jobs |= {("draft", 0, rows): [] for rows in (_powers(max_rows) if draft else ())}
 
     def time(kind: str, context: int, size: int) -> None:
-        start = clock()
-        if kind == "draft":
-            draft(size)
-        else:
-            step(size, context)
-        jobs[kind, context, size].append(clock() - start)
+        seconds = draft(size) if kind == "draft" else step(size, context)
+        jobs[kind, context, size].append(seconds)
 
     for job in jobs:  # the first run of a shape compiles, allocates and warms caches
         time(*job)

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from torch.nn.utils.rnn import pad_sequence
 
+from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.policies import (
     Auto,
@@ -101,19 +102,25 @@ def make_scheduler(
     slots: int,
     costs: CostTable | None = None,
     temperatures: Sequence[float] | None = None,
+    *,
+    padded: bool = True,
 ) -> Scheduler:
-    """A scheduler by name: "fixed", "fixed:3", "threshold:0.6", "prefix", "capacity" or "auto".
+    """A scheduler by name: fixed, fixed:3, threshold:0.6, prefix, capacity, columns or auto.
 
     Args:
         name: with its number where it has one.
         slots: K, drafts of a proposal at most.
         costs: for prefix, capacity and auto.
         temperatures: `[K]` from calibration; None: 1.
+        padded: the engine's passes are as wide as their longest request, as ours are; then auto is
+            columns. In an engine that packs its passes, auto is capacity by difficulty.
 
     Raises:
         ValueError: an unknown name, a number out of range, or no cost table where it is needed.
     """
     kind, _, number = name.partition(":")
+    if padded and name == "auto":
+        kind = "columns"
     scale = [1.0] * slots if temperatures is None else list(temperatures)
     try:
         if kind == "fixed":
@@ -122,11 +129,11 @@ def make_scheduler(
             return Scheduled(Threshold(float(number), scale), slots)
     except ValueError as error:
         raise ValueError(f"policy {name}: {error}") from error
-    policies = {"prefix": Prefix, "capacity": Capacity, "auto": Auto}
+    policies = {"prefix": Prefix, "capacity": Capacity, "columns": Columns, "auto": Auto}
     if kind not in policies or number:
         raise ValueError(
-            f"policy {name}: expected fixed, fixed:LENGTH, threshold:PROBABILITY, prefix, capacity "
-            "or auto"
+            f"policy {name}: expected fixed, fixed:LENGTH, threshold:PROBABILITY, prefix, "
+            "capacity, columns or auto"
         )
     if costs is None:
         raise ValueError(f"policy {name} needs a cost table: measure one, or give a file")

@@ -81,9 +81,11 @@ class Machine:
     def __init__(self, seconds) -> None:
         self.now, self.seconds, self.steps = 0.0, seconds, 0
 
-    def step(self, tokens: int, context: int = 0) -> None:
-        self.now += self.seconds(tokens) + 1e-5 * context
+    def step(self, tokens: int, context: int = 0) -> float:
+        taken = self.seconds(tokens) + 1e-5 * context
+        self.now += taken
         self.steps += 1
+        return taken
 
     def clock(self) -> float:
         return self.now

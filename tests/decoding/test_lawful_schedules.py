@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.policies import (
     Auto,
@@ -74,6 +75,7 @@ LAWFUL = {
     "capacity": lambda costs: Capacity(costs, ONES, lag=1),
     "capacity of two rounds ago": lambda costs: Capacity(costs, ONES),
     "auto": lambda costs: Auto(costs, ONES, lag=1),
+    "columns": lambda costs: Columns(costs, ONES),
 }
 UNLAWFUL = {
     "retrospective": lambda costs: Retrospective(costs, ONES),

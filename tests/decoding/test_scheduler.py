@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.policies import Auto, Capacity, Prefix, Threshold
@@ -50,7 +51,7 @@ def test_the_engine_under_an_unlawful_policy_is_found(random_target):
 
 
 @pytest.mark.parametrize(
-    "name", ["fixed", "fixed:1", "threshold:0.6", "prefix", "capacity", "auto"]
+    "name", ["fixed", "fixed:1", "threshold:0.6", "prefix", "capacity", "columns", "auto"]
 )
 def test_greedy_output_does_not_depend_on_the_policy(random_target, name):
     target = random_target(vocab_size=5, seed=3)
@@ -74,7 +75,8 @@ def test_greedy_output_does_not_depend_on_the_policy(random_target, name):
 def test_names() -> None:
     assert make_scheduler("fixed:3", 7).length == 3
     assert make_scheduler("fixed", 7).length is None
-    kinds = {"prefix": Prefix, "capacity": Capacity, "auto": Auto}
+    kinds = {"prefix": Prefix, "capacity": Capacity, "auto": Columns}
+    assert isinstance(make_scheduler("auto", 2, FLAT, padded=False).policy, Auto)
     for name, kind in kinds.items():
         assert isinstance(make_scheduler(name, 2, FLAT).policy, kind)
     for name in ("fixed:x", "fixed:-1", "threshold:2", "threshold", "best", "auto:3"):

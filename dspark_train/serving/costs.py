@@ -1,0 +1,78 @@
+"""Measures the cost table of an engine by running it: a second or two at the start of a server."""
+
+from dspark_train.decoding.cost_measurement import measure_costs
+from dspark_train.decoding.cost_table import CostTable
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.request import Request
+from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.decoding.scheduler import Fixed
+
+CONTEXT = 32
+
+
+def engine_costs(engine: Engine, slots: int, *, budget: float = 2.0) -> CostTable:
+    """Seconds of target passes over 1 to `rows · (slots + 1)` tokens, and of drafter passes.
+
+    A pass of B tokens is measured as min(rows, B) requests of equal width, which is how this
+    engine lays a batch out. Its scheduler is put back afterwards.
+
+    Args:
+        engine: without requests.
+        slots: drafts of a proposal.
+        budget: seconds.
+
+    Raises:
+        ValueError: an engine with requests.
+    """
+    if engine.requests:
+        raise ValueError(f"an engine with {len(engine.requests)} requests cannot be measured")
+    kept = engine.scheduler
+    bench = _Bench(engine, slots)
+    try:
+        return measure_costs(
+            bench.verify,
+            max_tokens=engine.rows * (slots + 1),
+            contexts=(CONTEXT,),
+            draft=bench.draft if slots else None,
+            max_rows=engine.rows,
+            budget=budget,
+        )
+    finally:
+        bench.fill(0)
+        engine.scheduler = kept
+
+
+class _Bench:
+    """Rounds of so many requests at so many tokens."""
+
+    def __init__(self, engine: Engine, slots: int) -> None:
+        self.engine, self.slots = engine, slots
+
+    def verify(self, tokens: int, context: int) -> float:
+        rows = min(self.engine.rows, tokens)
+        return self._round(rows, -(-tokens // rows) - 1)[1]
+
+    def draft(self, rows: int) -> float:
+        return self._round(rows, self.slots)[0]
+
+    def _round(self, rows: int, width: int) -> tuple[float, float]:
+        """Seconds in the drafter and in the target."""
+        self.fill(rows)
+        self.engine.scheduler = Fixed(width)
+        rounds = self.engine.step()
+        return sum(one.draft for one in rounds), sum(one.verify for one in rounds)
+
+    def fill(self, rows: int) -> None:
+        """Have `rows` requests that are far from their ends."""
+        engine = self.engine
+        for request in [r for r in engine.requests if r.remaining < 2 * self.slots + 4]:
+            engine.remove(request)
+        while len(engine.requests) > rows:
+            engine.remove(engine.requests[-1])
+        room = min(512, engine.target.max_positions - CONTEXT)
+        prompt = [token % engine.target.vocab_size for token in range(1, CONTEXT + 1)]
+        fresh = [
+            Request(prompt, SamplingSettings(), room) for _ in range(rows - len(engine.requests))
+        ]
+        if fresh:
+            engine.add(fresh)

@@ -1,0 +1,114 @@
+"""checkpoint -> an OpenAI-compatible server, until it is interrupted."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dspark_train.config import Config
+from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.decoding.cost_table import CostTable
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.proposers import BlockProposer
+from dspark_train.decoding.scheduler import make_scheduler
+from dspark_train.formats import load_config
+from dspark_train.serving.costs import engine_costs
+from dspark_train.stages.targets import device, load_target, require_same_target
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The groups of the configuration that are read here."""
+    return {name: asdict(getattr(config, name)) for name in ("target", "serve")}
+
+
+def run(config: Config) -> None:
+    """Serve the checkpoint of this run, or `checkpoint`.
+
+    Raises:
+        ValueError: no checkpoint where the proposer needs one, no packages for serving, or a port
+            that is taken.
+    """
+    try:
+        import uvicorn
+
+        from dspark_train.serving.app import Limits, make_app
+        from dspark_train.serving.batching import Batcher
+    except ImportError as error:
+        raise ValueError(
+            f"serving needs packages that are not installed ({error.name}): "
+            "pip install 'dspark_train[serve]'"
+        ) from error
+    s = config.serve
+    engine = make_engine(config)
+    batcher = Batcher(
+        engine, max_waiting=s.max_waiting, max_positions=s.max_positions, chunk=s.chunk
+    )
+    limits = Limits(
+        s.max_new_tokens, s.max_prompt_tokens, s.max_choices, s.max_body_bytes, s.timeout
+    )
+    name = s.model or engine.target.name
+    app = make_app(
+        batcher,
+        model=name,
+        limits=limits,
+        api_key=s.api_key,
+        shutdown_seconds=s.shutdown_seconds,
+    )
+    print(f"serve      {name} with policy {s.policy} at http://{s.host}:{s.port}/v1", flush=True)
+    try:
+        uvicorn.run(
+            app,
+            host=s.host,
+            port=s.port,
+            log_level="warning",
+            timeout_graceful_shutdown=max(1, round(s.shutdown_seconds)),
+        )
+    except SystemExit as error:  # uvicorn's way of saying that it could not bind
+        raise ValueError(
+            f"serve.host={s.host}, serve.port={s.port}: could not listen there; is the port taken?"
+        ) from error
+
+
+def make_engine(config: Config) -> Engine:
+    """Target, proposer and scheduler as configured."""
+    s = config.serve
+    needs_checkpoint = s.proposer.startswith("drafter")
+    checkpoint = config.checkpoint or str(Path(config.run_dir) / "export" / "checkpoint")
+    if needs_checkpoint and config.checkpoint is None and not Path(checkpoint).is_dir():
+        raise ValueError(
+            f"{checkpoint} does not exist: run the stages up to export with name={config.name}, or "
+            "give checkpoint=FOLDER"
+        )
+    drafter = load_config(checkpoint) if needs_checkpoint else None
+    decoder = SpeculativeDecoder.from_pretrained(
+        checkpoint if needs_checkpoint else None,
+        # a checkpoint knows its target
+        target=s.target if needs_checkpoint else load_target(config),
+        proposer=s.proposer,
+        dtype=config.target.dtype,
+        device=str(device(config)),
+    )
+    if drafter is not None:
+        require_same_target(decoder.target, drafter.target, checkpoint)
+    engine = Engine(
+        decoder.target, decoder.proposer, decoder.vocabulary, rows=s.rows, reads_ahead=True
+    )
+    slots = s.slots
+    temperatures = None
+    if isinstance(decoder.proposer, BlockProposer):
+        slots = drafter.slots.num_proposals
+        temperatures = drafter.confidence_temperatures
+    costs = None
+    if s.policy.split(":")[0] not in ("fixed", "threshold"):
+        costs = measured(engine, slots, s.cost_table, s.cost_seconds)
+    engine.scheduler = make_scheduler(s.policy, slots, costs, temperatures)
+    return engine
+
+
+def measured(engine: Engine, slots: int, file: str | None, seconds: float) -> CostTable:
+    """The table in `file`; where there is none yet, it is measured, and kept there."""
+    if file is not None and Path(file).is_file():
+        return CostTable.load(file)
+    costs = engine_costs(engine, slots, budget=seconds)
+    if file is not None:
+        costs.save(file)
+    return costs

@@ -1,0 +1,65 @@
+"""One width for all, where a pass is as wide as its longest request."""
+
+import numpy as np
+import pytest
+
+from dspark_train.decoding.columns import Columns
+from dspark_train.decoding.cost_table import CostTable
+from dspark_train.decoding.policies import Drafts, Waiting
+
+K = 4
+ONES = (1.0,) * K
+
+
+def play(policy: Columns, chance: float, rounds: int, requests: int = 8, seed: int = 0):
+    """Verified widths of rounds in which every draft stands with this chance."""
+    random, ids, widths = np.random.default_rng(seed), list(range(requests)), []
+    for _ in range(rounds):
+        drafted = policy.draft_lengths(Waiting(ids, np.full(requests, K)))
+        logits = np.full((requests, K), np.log(chance / (1 - chance)), dtype=np.float32)
+        lengths = policy.verify_lengths(Drafts(logits, drafted))
+        assert len(set(lengths.tolist())) == 1
+        passed = (random.random((requests, K)) < chance).cumprod(1).sum(1)
+        policy.observe(ids, lengths, np.minimum(passed, lengths))
+        widths.append(int(lengths[0]))
+    return widths
+
+
+def best_width(costs: CostTable, chance: float, requests: int) -> int:
+    def theta(w: int) -> float:
+        committed = requests * sum(chance**k for k in range(w + 1))
+        return committed / costs.verify_seconds(requests * (K + 1))[requests * (1 + w)]
+
+    return max(range(K + 1), key=theta)
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("flat", [8, 16, 24, 40])
+def test_the_width_is_the_best_one(chance, flat) -> None:
+    seconds = tuple(1.0 + max(0, n - flat) / 20 for n in range(1, 41))
+    costs = CostTable(tuple(range(1, 41)), (0,), (seconds,))
+    widths = play(Columns(costs, ONES), chance, 120)
+    settled = [w for w in widths[60:] if w != K]  # but for the rounds that try again
+    expected = best_width(costs, chance, 8)
+    assert expected == K or set(settled) == {expected}
+    assert expected < K or set(widths[60:]) == {K}
+
+
+def test_nothing_is_drafted_where_it_does_not_pay_but_tried_again() -> None:
+    dear = CostTable((1, 40), (0,), ((1.0, 1.0),), (1, 8), (3.0, 3.0))
+    policy = Columns(dear, ONES)
+    widths = play(policy, 0.2, 200)[50:]
+    assert np.mean([w == 0 for w in widths]) > 0.9
+    assert max(widths) == K
+    assert np.mean(play(policy, 0.97, 900)[800:]) == K
+
+
+def test_without_confidences_verdicts_must_do() -> None:
+    costs = CostTable((1, 40), (0,), ((1.0, 2.0),), (1,), (0.4,))
+    policy, ids = Columns(costs, ONES), [0, 1]
+    for _ in range(80):
+        drafted = policy.draft_lengths(Waiting(ids, np.array([K, K])))
+        lengths = policy.verify_lengths(Drafts(None, drafted))
+        policy.observe(ids, lengths, np.minimum(lengths, 1))
+    assert policy.mean[0] > 0.95
+    assert policy.mean[1] < 0.05

@@ -1,0 +1,36 @@
+"""An engine is measured by running it, and is left as it was."""
+
+import pytest
+
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.proposers import BlockProposer, PlainProposer
+from dspark_train.decoding.request import Request
+from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.serving.costs import engine_costs
+from tests.random_drafter import make_drafter
+
+
+def test_every_size_up_to_a_full_batch_has_a_price(random_target) -> None:
+    target = random_target(vocab_size=5, num_layers=2, max_position_embeddings=128)
+    engine = Engine(target, BlockProposer(make_drafter(target, 3), target.head), rows=4)
+    scheduler = engine.scheduler
+    costs = engine_costs(engine, 3, budget=0.3)
+    assert {1, 2, 4, 8, 16} <= set(costs.tokens)
+    assert costs.tokens[-1] == 16
+    assert costs.draft_rows == (1, 2, 4)
+    assert min(costs.draft_seconds) > 0
+    assert engine.requests == []
+    assert engine.scheduler is scheduler
+    request = Request([1, 2], SamplingSettings(), 9)
+    engine.add([request])
+    while request.finish_reason is None:
+        engine.step()
+    with pytest.raises(ValueError, match="with 1 requests cannot be measured"):
+        engine_costs(engine, 3)
+
+
+def test_without_drafts(random_target) -> None:
+    engine = Engine(random_target(max_position_embeddings=128), PlainProposer(), rows=2)
+    costs = engine_costs(engine, 0, budget=0.1)
+    assert costs.tokens == (1, 2)
+    assert costs.draft_rows == ()
