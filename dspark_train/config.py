@@ -50,17 +50,44 @@ class PromptsConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How the target answers; `shard_prompts` answers are finished and kept together."""
+    """How the target answers; `shard_prompts` answers are finished and kept together.
 
+    `turns`: "last" answers the last turn of a conversation, "every" all of them one by one, "given"
+    none (the source's own answers are learnt from). With `checkpoint`, a drafter of this target
+    answers with it, one request at a time; with `endpoint.url`, a server answers.
+    """
+
+    turns: str = "last"
+    checkpoint: str | None = None
     samples_per_prompt: int = 1
     max_new_tokens: int = 512
     temperature: float = 0.7
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     batch_size: int = 32
     shard_prompts: int = 256
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """A server of OpenAI's completions (vLLM, SGLang, llama.cpp) that answers prompts.
+
+    `url` ends before `/completions`. The API key is read from the environment variable `key_env`.
+    A request is tried `attempts` times; `wait` seconds are the base of the waiting between them.
+    """
+
+    url: str | None = None
+    model: str | None = None
+    concurrency: int = 32
+    attempts: int = 8
+    wait: float = 1.0
+    timeout: float = 600.0
+    key_env: str = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -263,6 +290,7 @@ class Config:
     target: TargetConfig = field(default_factory=TargetConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

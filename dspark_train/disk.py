@@ -80,14 +80,18 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], None]) -> Non
         raise
 
 
+def nearest_folder(directory: Path) -> Path:
+    """The folder, or the nearest one above it that exists: on the same disk."""
+    return next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
+
+
 def check_space(directory: Path, needed_bytes: int, what: str) -> None:
     """Refuse to start work that cannot fit.
 
     Raises:
         ValueError: fewer than `needed_bytes` are free where `directory` lies or will lie.
     """
-    place = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(nearest_folder(directory)).free
     if needed_bytes > free:
         raise ValueError(
             f"{what} needs about {needed_bytes / 1e9:.2f} GB in {directory}, {free / 1e9:.2f} GB "

@@ -13,6 +13,7 @@ STORED = ("float32", "bfloat16", "fp8", "int8")
 MODES = ("offline", "online")
 ATTENTION = ("auto", "two_part", "flex")
 STEP_SHAPES = ("smollm2_135m", "qwen3_4b")  # those of training/step_cost.py
+TURNS = ("last", "every", "given")
 SCHEDULES = ("joint", "staged")
 PREFIXES = ("teacher", "sampled")
 PROPOSERS = get_args(ProposerName)
@@ -52,6 +53,10 @@ def _data(config: Config) -> Iterator[Check]:
     yield from _positive(
         "rollout", r, "samples_per_prompt", "max_new_tokens", "batch_size", "shard_prompts"
     )
+    yield r.turns in TURNS, "rollout.turns", r.turns, f"one of {TURNS}"
+    penalty = r.repetition_penalty
+    yield penalty > 0, "rollout.repetition_penalty", penalty, "a positive number (1: off)"
+    yield from _answering(config)
     yield c.dtype in STORED, "capture.dtype", c.dtype, f"one of {STORED}"
     yield c.mode in MODES, "capture.mode", c.mode, f"one of {MODES}"
     ordered = c.taps is None or (c.taps == sorted(set(c.taps)) and min(c.taps, default=-1) >= 0)
@@ -59,6 +64,18 @@ def _data(config: Config) -> Iterator[Check]:
     yield from _positive(
         "capture", c, "num_taps", "batch_tokens", "max_length", "shard_mb", "verify_documents"
     )
+
+
+def _answering(config: Config) -> Iterator[Check]:
+    r, e = config.rollout, config.endpoint
+    one = not (e.url and r.checkpoint)
+    yield one, "endpoint.url", e.url, "null where rollout.checkpoint is given: one of them answers"
+    yield not e.url or bool(e.model), "endpoint.model", e.model, "the name the server knows it by"
+    yield from _positive("endpoint", e, "concurrency", "attempts", "timeout")
+    yield e.wait >= 0, "endpoint.wait", e.wait, "seconds, at least 0"
+    answered = r.turns != "given" or not (e.url or r.checkpoint or r.samples_per_prompt > 1)
+    expected = "last or every where endpoint.url, rollout.checkpoint or several samples are given"
+    yield answered, "rollout.turns", r.turns, expected
 
 
 def _drafter(config: Config) -> Iterator[Check]:

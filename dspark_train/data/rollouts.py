@@ -111,6 +111,8 @@ class RolloutDocuments:
 
 def unusable(row: Row, max_length: int, drop_degenerate: bool) -> str | None:
     """Why a row is not learnt from, or None."""
+    if row.get("origin") == "differs":
+        return "no_round_trip"  # text that no longer gives the ids it was generated from
     if not row["prompt"]:
         return "no_prompt"  # a mask of ones all over
     if len(row["response"]) < 2:

@@ -10,6 +10,7 @@ from dspark_train.config import CaptureConfig, Config
 from dspark_train.data.encoding import STORED, encode, token_bytes
 from dspark_train.data.forward import target_states
 from dspark_train.data.layout import batches
+from dspark_train.disk import nearest_folder
 from dspark_train.stages.capture import Plan, make_plan
 from dspark_train.stages.stage import said
 from dspark_train.stages.targets import load_target, require_same_target
@@ -26,7 +27,7 @@ def run(config: Config) -> None:
     plan = make_plan(c, rollout, target)
     documents, tokens = plan.documents, sum(plan.documents.lengths)
     supervised = sum(documents.labels) / tokens
-    place = next(p for p in Path(config.run_dir).absolute().parents if p.is_dir())
+    place = nearest_folder(Path(config.run_dir))
     speed, passes = tokens_per_second(c, target, plan)
     hours = tokens / speed / ranks.world_size() / 3600
     print(

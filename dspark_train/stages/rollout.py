@@ -1,34 +1,45 @@
 """prompts -> target responses, as token ids.
 
 Prompts are encoded once, here, and kept with their split: later stages read ids and never the
-template again. Answers are made and kept in shards of fixed prompts, each decoded on its own, so
-that a killed run continues with the next shard and ends with the same tokens.
+template again. Answers are made and kept in shards of fixed prompts, each the work of one process
+and each answer with a seed of its own: so processes share the shards out, and a run that was killed
+continues with the next one and ends with the same tokens.
 """
 
 import hashlib
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from dspark_train import ranks
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
-from dspark_train.data.prompts import load_prompts, split
-from dspark_train.decoding.batch import Sampled, generate_batch
+from dspark_train.data.answers import Answers, DrafterAnswers, TargetAnswers
+from dspark_train.data.conversation import answer_all
+from dspark_train.data.encode import encode_prompts, given_rows
+from dspark_train.data.endpoint import EndpointAnswers
+from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.sampling import SamplingSettings
-from dspark_train.disk import check_space, sha256_file
+from dspark_train.disk import check_space, nearest_folder, sha256_file, write_atomically
 from dspark_train.stages.stage import Outcome, said
 from dspark_train.stages.targets import load_target, target_settings
 from dspark_train.target import Target
 
+SHARED = True
 PROMPTS = "prompts.jsonl"
+COUNTS = "prompt_counts.json"
 PREFIX = "rollouts-"
 # JSON of one token id, with room to spare
 BYTES_PER_TOKEN = 8
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+FILTERS = {"top_k": 0, "min_p": 0.0}
 
 
 def inputs(config: Config) -> tuple[str, ...]:
@@ -42,54 +53,133 @@ def settings(config: Config) -> dict[str, Any]:
         "prompts": asdict(config.prompts),
         "prompts_sha256": sha256_file(source) if source.is_file() else None,
         "rollout": asdict(config.rollout),
+        # where the server is and how it is asked decides nothing
+        "endpoint": {"model": config.endpoint.model if config.endpoint.url else None},
     }
 
 
 def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
     """Answer every training prompt `samples_per_prompt` times."""
-    r = config.rollout
-    target = load_target(config)
-    prompts, counts = encode_prompts(config, target)
-    asked = [
-        (row, sample)
-        for row in prompts
-        if row["split"] == "train"
-        for sample in range(r.samples_per_prompt)
-    ]
-    if not asked:
-        raise ValueError(
-            f"prompts.source={config.prompts.source} leaves no prompt to train on: {counts}"
-        )
-    check_space(writer.directory, len(asked) * r.max_new_tokens * BYTES_PER_TOKEN, "the rollout")
-    writer.write(PROMPTS, "".join(json.dumps(row) + "\n" for row in prompts).encode())
-    names = []
-    with tqdm(total=len(asked), desc="rollout", unit="answer", mininterval=1) as bar:
-        for start in range(0, len(asked), r.shard_prompts):
-            names.append(f"{PREFIX}{len(names):05d}.jsonl")
-            shard = asked[start : start + r.shard_prompts]
-            if writer.has(names[-1]):
+    target, r = load_target(config), config.rollout
+    answers = make_answers(config, target)
+    counts = ranks.tell(prepare(config, target, writer) if ranks.first() else None)
+    writer.begin_shared()
+    total = counts["splits"]["train"] * r.samples_per_prompt
+    names = [f"{PREFIX}{i:05d}.jsonl" for i in range(-(-total // r.shard_prompts))]
+    bar = tqdm(total=total, desc="rollout", unit="answer", mininterval=1, disable=not ranks.first())
+    tokens = 0
+
+    def progress(new: int) -> None:
+        nonlocal tokens
+        tokens += new
+        bar.update()
+        bar.set_postfix(tokens=tokens, refresh=False)
+
+    with bar:
+        asked = to_answer(writer.path(PROMPTS), r.samples_per_prompt)
+        for number, name in enumerate(names):
+            shard = list(islice(asked, r.shard_prompts))
+            if number % ranks.world_size() != ranks.rank() or writer.has(name):
                 bar.update(len(shard))
+                continue
+            if r.turns == "given":
+                lines = [line for row, _ in shard for line in given_rows(row)]
             else:
-                lines = answer(config, target, shard, bar)
-                writer.write(names[-1], "".join(json.dumps(row) + "\n" for row in lines).encode())
-    finish, tokens, empty = Counter(), 0, 0
+                lines = answer_all(
+                    target,
+                    answers,
+                    shard,
+                    seed=r.seed,
+                    template=config.prompts.template,
+                    progress=progress,
+                )
+            writer.write(name, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    ranks.wait()
+    return outcome(config, target, counts, names, writer) if ranks.first() else Outcome({}, {}, "")
+
+
+def prepare(config: Config, target: Target, writer: ArtifactWriter) -> dict[str, Any]:
+    """Encode all prompts, unless an interrupted run has; returns their counts."""
+    counted = writer.scratch / COUNTS
+    if writer.has(PROMPTS) and counted.is_file():
+        return json.loads(counted.read_text())
+    place, r = nearest_folder(writer.directory.parent), config.rollout
+    with tempfile.TemporaryDirectory(prefix=".prompts-", dir=place) as temporary:
+        encoded = Path(temporary) / PROMPTS
+        counts = encode_prompts(config.prompts, r.turns, target, encoded)
+        answers = counts["splits"]["train"] * r.samples_per_prompt
+        check_space(writer.directory, answers * r.max_new_tokens * BYTES_PER_TOKEN, "the rollout")
+        writer.begin()
+        write_atomically(counted, json.dumps(counts).encode())
+        writer.write(PROMPTS, lambda path: encoded.replace(path) and None)
+    return counts
+
+
+def make_answers(config: Config, target: Target) -> Answers:
+    """Who answers, as configured.
+
+    Raises:
+        ValueError: penalties, which only a server applies, or a drafter of another target.
+    """
+    r, e = config.rollout, config.endpoint
+    penalties = {key: getattr(r, key) for key, off in PENALTIES.items() if getattr(r, key) != off}
+    if e.url:
+        filters = {key: getattr(r, key) for key, off in FILTERS.items() if getattr(r, key) != off}
+        # what is off is not sent: top_k and others are additions to OpenAI's protocol
+        sampling = {"temperature": r.temperature, "top_p": r.top_p, **filters, **penalties}
+        return EndpointAnswers(e, target, sampling, max_new_tokens=r.max_new_tokens)
+    if penalties:
+        raise ValueError(
+            f"rollout.{'/'.join(penalties)}={'/'.join(map(str, penalties.values()))}: rollouts "
+            "with penalties need a server, see endpoint.url; or switch them off"
+        )
+    sampling = SamplingSettings(r.temperature, r.top_k, r.top_p, r.min_p)
+    if r.checkpoint:
+        decoder = SpeculativeDecoder.from_pretrained(r.checkpoint, target)
+        return DrafterAnswers(decoder, sampling, max_new_tokens=r.max_new_tokens)
+    return TargetAnswers(target, sampling, slots=r.batch_size, max_new_tokens=r.max_new_tokens)
+
+
+def outcome(
+    config: Config,
+    target: Target,
+    counts: dict[str, Any],
+    names: list[str],
+    writer: ArtifactWriter,
+) -> Outcome:
+    """Count what all processes have answered.
+
+    Raises:
+        ValueError: all answers are empty.
+    """
+    finish, origins, seen = Counter(), Counter(), Counter()
     for row in responses(writer.directory, names):
         finish[row["finish_reason"]] += 1
-        tokens += len(row["response"])
-        empty += not row["response"] or set(row["response"]) <= set(target.eos_ids)
-    if empty == len(asked):
+        origins[row.get("origin", "generated")] += 1
+        seen["responses"] += 1
+        seen["response_tokens"] += len(row["response"])
+        seen["empty"] += set(row["response"]) <= set(target.eos_ids)
+        seen["degenerate"] += row.get("degenerate", False)
+        seen["unanswered_turns"] += row.get("unanswered", 0)
+    if seen["empty"] == seen["responses"]:
         raise ValueError(
-            f"all {empty} responses of target {target.name} are empty: it ends its turn at once; "
-            "is it an instruct model, and does its chat template fit it?"
+            f"all {seen['empty']} responses of target {target.name} are empty: it ends its turn at "
+            "once; is it an instruct model, and does its chat template fit it?"
         )
+    line = f"{seen['responses']:,} responses of {seen['response_tokens']:,} tokens to "
+    line += f"{counts['kept']:,} prompts{said(counts['dropped'])}"
+    noted = {
+        "ran into a loop": seen["degenerate"],
+        "turns left": seen["unanswered_turns"],
+        "do not round-trip": origins["differs"],
+    }
+    line += "".join(f"; {count:,} {what}" for what, count in noted.items() if count)
     return Outcome(
         counts={
             **counts,
-            "splits": dict(Counter(row["split"] for row in prompts)),
-            "responses": len(asked),
-            "empty": empty,
-            "response_tokens": tokens,
-            "finish_reasons": dict(finish),
+            **seen,
+            "finish_reasons": dict(sorted(finish.items())),
+            "token_ids": dict(sorted(origins.items())),
         },
         facts={
             "target": target.fingerprint(),
@@ -98,74 +188,16 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
             "template": config.prompts.template,
             "template_sha256": template_sha(target),
         },
-        line=f"{len(asked):,} responses of {tokens:,} tokens to {len(prompts):,} prompts"
-        + said(counts["dropped"]),
+        line=line,
     )
 
 
-def encode_prompts(config: Config, target: Target) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Prompts as token ids with their split; those that do not fit are dropped and counted."""
-    p = config.prompts
-    loaded, counts = load_prompts(
-        p.source,
-        dataset_split=p.dataset_split,
-        columns=p.columns,
-        system_prompt=p.system_prompt,
-        limit=p.limit,
-    )
-    rows, too_long = [], 0
-    for prompt in loaded:
-        ids = target.encode_chat(prompt.messages, **p.template)
-        if len(ids) >= target.max_positions:
-            too_long += 1
-            continue
-        part = split(prompt.id, calibration=p.calibration, held_out=p.held_out)
-        rows.append({"id": prompt.id, "category": prompt.category, "split": part, "prompt": ids})
-    if not rows:
-        raise ValueError(
-            f"all {too_long} prompts of {p.source} are longer than the context of target "
-            f"{target.name} ({target.max_positions} tokens)"
-        )
-    dropped = {**counts["dropped"], **({"too_long": too_long} if too_long else {})}
-    return rows, {**counts, "kept": len(rows), "dropped": dropped}
-
-
-def answer(
-    config: Config, target: Target, shard: list[tuple[dict[str, Any], int]], bar: tqdm
-) -> list[dict[str, Any]]:
-    """Sample the responses of one shard. Each has a seed of its own, made of its identity."""
-    r = config.rollout
-
-    def seed(row: dict[str, Any], sample: int) -> int:
-        key = json.dumps([r.seed, row["id"], sample]).encode()
-        return int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
-
-    def progress(_: int, sampled: Sampled) -> None:
-        tokens[0] += len(sampled.tokens)
-        bar.update()
-        bar.set_postfix(tokens=tokens[0], refresh=False)
-
-    tokens = [0]
-    sampled = generate_batch(
-        target,
-        [row["prompt"] for row, _ in shard],
-        SamplingSettings(r.temperature, r.top_k, r.top_p, r.min_p),
-        slots=r.batch_size,
-        max_new_tokens=r.max_new_tokens,
-        eos_ids=target.eos_ids,
-        seeds=[seed(row, sample) for row, sample in shard],
-        progress=progress,
-    )
-    return [
-        {
-            "id": row["id"],
-            "sample": sample,
-            "prompt": row["prompt"],
-            "response": output.tokens,
-            "finish_reason": output.finish_reason,
-        }
-        for (row, sample), output in zip(shard, sampled, strict=True)
-    ]
+def to_answer(prompts: Path, samples: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Every training prompt, as often as it is sampled, with the number of the sample."""
+    with prompts.open() as lines:
+        for row in map(json.loads, lines):
+            if row["split"] == "train":
+                yield from ((row, sample) for sample in range(samples))
 
 
 def template_sha(target: Target) -> str:
@@ -175,7 +207,7 @@ def template_sha(target: Target) -> str:
 
 
 def responses(directory: Path, names: list[str]) -> Iterator[dict[str, Any]]:
-    """All stored responses in order: id, sample, prompt, response, finish_reason."""
+    """All stored rows in order."""
     for name in names:
         with (directory / name).open() as lines:
             yield from map(json.loads, lines)
@@ -187,8 +219,8 @@ def split_prompts(rollout: Artifact, part: str, count: int) -> list[dict[str, An
     Raises:
         ValueError: the split is empty, or the file is damaged.
     """
-    rows = [json.loads(line) for line in rollout.file(PROMPTS).read_text().splitlines()]
-    chosen = [row for row in rows if row["split"] == part]
+    with rollout.file(PROMPTS).open() as lines:
+        chosen = [row for row in map(json.loads, lines) if row["split"] == part]
     if not chosen:
         raise ValueError(
             f"{rollout.directory} has no {part} prompts: give more prompts, or a larger "

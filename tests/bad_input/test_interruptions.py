@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dspark_train.artifacts import Artifact
+from dspark_train.data import answers
 from dspark_train.data.writer import FeatureWriter
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.engine import Engine
-from dspark_train.stages import rollout
 from dspark_train.training.module import DrafterTraining
 from tests.tiny_pipeline import (
     STAGES,
@@ -81,7 +81,7 @@ def interrupt() -> None:
 
 
 MIDDLES = {
-    "rollout": (rollout, "generate_batch"),
+    "rollout": (answers, "generate_batch"),
     "capture": (FeatureWriter, "add"),
     "train": (DrafterTraining, "training_step"),
     "calibrate": (Engine, "step"),

@@ -64,7 +64,7 @@ def test_prompts_longer_than_the_context_are_dropped_and_said(
     assert ended.status == 0
     assert "1 too long)" in ended.out
     assert Artifact.open(tmp_path / "run" / "rollout").counts["dropped"]["too_long"] == 1
-    refused(tiny_run("stages=[rollout]", prompts(tmp_path, long)), "all 1 prompts", "128 tokens")
+    refused(tiny_run("stages=[rollout]", prompts(tmp_path, long)), "'too_long': 1", "128 tokens")
 
 
 def test_too_few_prompts_for_a_split(tiny_run: Run, tmp_path: Path) -> None:

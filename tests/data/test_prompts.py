@@ -9,7 +9,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dspark_train.data.prompts import load_prompts, split
+from dspark_train.data.prompts import Prompt, PromptReader, split
+
+
+def load_prompts(source: str, **settings: Any) -> tuple[list[Prompt], dict[str, Any]]:
+    reader = PromptReader(source, **settings)
+    return list(reader), reader.counts
 
 
 def user(content: str) -> dict[str, str]:
