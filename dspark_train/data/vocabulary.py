@@ -11,7 +11,7 @@ def frequent_tokens(store: Features, size: int, vocabulary: int) -> tuple[torch.
     Args:
         store: the captured rollouts; only supervised tokens are counted.
         size: how many tokens are wanted.
-        vocabulary: rows of the target's LM head.
+        vocabulary: tokens of the target, padding of its LM head not counted.
 
     Returns:
         Their ids `[size]`, ascending, and the share of all counted tokens that they are.

@@ -9,6 +9,7 @@ import torch
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.data.vocabulary import frequent_tokens
+from dspark_train.decoding.sampling import usable_vocabulary
 from dspark_train.disk import check_space
 from dspark_train.drafter import Drafter, DrafterConfig
 from dspark_train.stages.features import Features, open_features
@@ -96,10 +97,11 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     torch.manual_seed(config.train.seed)  # the first weights
     drafter = Drafter(drafter_config(config, target, capture.facts))
     head, store = target.head, open_features(config, capture, target)
+    usable = usable_vocabulary(target.tokenizer, target.vocab_size)
     del target  # unless it computes features, the rest of it need not stay in memory
     kept = None
     if size := drafter.config.draft_vocab_size:
-        ids, kept = frequent_tokens(store, size, drafter.config.vocab_size)
+        ids, kept = frequent_tokens(store, size, usable)
         drafter.draft_only(ids)
     outcome = train_part(
         config,

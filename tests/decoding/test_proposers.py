@@ -235,3 +235,26 @@ def test_a_model_of_another_vocabulary_is_refused(target, random_target):
         CausalProposer(random_target(vocab_size=5), 7)
     with pytest.raises(ValueError, match="num_tokens=0"):
         CausalProposer(target, num_tokens=0)
+
+
+def test_a_draft_id_beyond_the_tokenizer_is_refused(random_target):
+    target = random_target(vocab_size=7)
+    drafter = make_drafter(target, draft_ids=[0, 6])
+    with pytest.raises(ValueError, match=r"can propose token 6, .* tokenizer has 6"):
+        BlockProposer(drafter, target.head, vocabulary=6)
+
+
+def test_drafts_of_a_reduced_vocabulary_have_the_targets_ids(target):
+    """Drawn over its own columns, or over the target's because a bias is told by its ids."""
+    drafted = []
+    for settings in (SAMPLED, replace(SAMPLED, logit_bias={2: 0.0})):
+        proposer = BlockProposer(make_drafter(target, draft_ids=[1, 2, 5]), target.head)
+        observed(target, proposer, PROMPT)
+        drafted.append(propose(proposer, PROMPT, settings))
+    for proposal in drafted:
+        assert set(proposal.tokens) <= {1, 2, 5}
+        assert proposal.probs.shape == (4, 7)
+        assert proposal.probs[:, [0, 3, 4, 6]].sum() == 0
+        torch.testing.assert_close(proposal.probs.sum(1), torch.ones(4))
+    assert drafted[0].tokens == drafted[1].tokens
+    torch.testing.assert_close(drafted[0].probs, drafted[1].probs)

@@ -36,9 +36,16 @@ class BlockProposer:
         sampler: SamplingSettings | None = None,
     ) -> None:
         config = drafter.config
-        self.drafter, self.head, self.vocabulary = drafter.eval(), head, vocabulary
-        self.draft_ids = drafter.draft_ids
-        self.draft_head = head if self.draft_ids is None else head.restricted(self.draft_ids)
+        self.drafter, self.head = drafter.eval(), head
+        self.vocabulary, self.draft_ids = vocabulary or head.vocab_size, drafter.draft_ids
+        self.draft_head = head
+        if self.draft_ids is not None:
+            if (last := int(self.draft_ids.max())) >= self.vocabulary:
+                raise ValueError(
+                    f"the drafter can propose token {last}, but the target's "
+                    f"tokenizer has {self.vocabulary}: its d2t belongs to another target"
+                )
+            self.draft_head = head.restricted(self.draft_ids)
         self.taps = tuple(config.target_layer_ids)
         self.markov = drafter.markov_head if use_heads else None
         # a confidence that was trained on drafts of the sequential head says nothing without it
@@ -82,7 +89,7 @@ class BlockProposer:
                 )
         hidden = self._block(requests)[:, : max(limits)]
         logits = self._unary(hidden)
-        drawing = Drawing(requests, self.sampler)
+        drawing = Drawing(requests, self.sampler, self.draft_ids, self.vocabulary)
         confidence = self._walk(drawing, logits, hidden)
         return drawing.proposals(limits, confidence)
 
@@ -100,18 +107,7 @@ class BlockProposer:
     def _unary(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the drafter's own vocabulary, without padding of the LM head."""
         logits = self.draft_head.logits(hidden).float()
-        if self.draft_ids is None:
-            return logits[..., : self.vocabulary]
-        if self.vocabulary is None:
-            return logits
-        return logits.masked_fill(self.draft_ids >= self.vocabulary, float("-inf"))
-
-    def _over_target(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `[n, V]` over the target's usable vocabulary: the rest has no mass."""
-        if self.draft_ids is None:
-            return logits
-        full = logits.new_full((len(logits), self.head.vocab_size), float("-inf"))
-        return full.index_copy(1, self.draft_ids, logits)[:, : self.vocabulary]
+        return logits if self.draft_ids is not None else logits[..., : self.vocabulary]
 
     def _walk(
         self, drawing: Drawing, logits: torch.Tensor, hidden: torch.Tensor
@@ -130,7 +126,7 @@ class BlockProposer:
                 bias, embedding, state = self.markov.step(state, previous, hidden[:, slot])
                 biased = biased + bias[:, : biased.shape[1]]
                 embeddings.append(embedding)
-            previous = drawing.next(self._over_target(biased))
+            previous = drawing.next(biased)
         if self.confidence is None:
             return None
         given = torch.stack(embeddings, dim=1) if embeddings else None

@@ -16,10 +16,19 @@ class Drawing:
         requests: n of them.
         sampler: temperature and filters of the drafts; None: those of each request. Any are exact,
             since a proposal says what it was drawn from.
+        draft_ids: `[Vd]` ascending target ids of the columns of the logits; None: they are those
+            of the target's usable vocabulary.
+        vocabulary: V, the size of that; needed with `draft_ids` only.
     """
 
-    def __init__(self, requests: Sequence[Request], sampler: SamplingSettings | None) -> None:
-        self.requests = requests
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        sampler: SamplingSettings | None,
+        draft_ids: torch.Tensor | None = None,
+        vocabulary: int = 0,
+    ) -> None:
+        self.requests, self.draft_ids, self.vocabulary = requests, draft_ids, vocabulary
         self.settings = [sampler or request.settings for request in requests]
         self.greedy = all(one.greedy for one in self.settings)
         self.processed = any(request.processors for request in requests)
@@ -27,15 +36,17 @@ class Drawing:
         self._probs: list[torch.Tensor] = []
 
     def next(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draw the next draft of every request from the drafter's logits `[n, V]`; ids `[n]`."""
-        if self.processed:
-            logits = self._process(logits)
+        """Draw the next draft of every request from the drafter's logits `[n, Vd]`; ids `[n]`."""
+        if self.processed:  # what bans and biases know are the target's ids
+            logits = self._process(self._over_target(logits, float("-inf")))
         if self.greedy:
             tokens = most_likely(logits)
         else:
             uniforms = [request.proposing(len(self._chosen)) for request in self.requests]
             self._probs.append(warp_rows(logits, self.settings))
             tokens = draw_rows(self._probs[-1], uniforms)
+        if self.draft_ids is not None and not self.processed:
+            tokens = self.draft_ids[tokens]
         self._chosen.append(tokens)
         return tokens
 
@@ -45,6 +56,8 @@ class Drawing:
         """What was drawn, cut to `limits`; `confidence` are logits `[n, P]`."""
         tokens = torch.stack(self._chosen, dim=1).tolist()
         probs = torch.stack(self._probs, dim=1) if self._probs else None
+        if probs is not None and not self.processed:
+            probs = self._over_target(probs, 0.0)
         return [
             Proposal(
                 tokens[i],
@@ -53,6 +66,13 @@ class Drawing:
             ).cut(limit)
             for i, (settings, limit) in enumerate(zip(self.settings, limits, strict=True))
         ]
+
+    def _over_target(self, values: torch.Tensor, rest: float) -> torch.Tensor:
+        """`values` `[..., Vd]` over the target's vocabulary `[..., V]`."""
+        if self.draft_ids is None:
+            return values
+        full = values.new_full((*values.shape[:-1], self.vocabulary), rest)
+        return full.index_copy_(-1, self.draft_ids, values)
 
     def _process(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `[n, V]` as the target's will be: each behind its tokens and drafts so far."""
