@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from dspark_train.config import PromptsConfig
+from dspark_train.config_data import PromptsConfig
 from dspark_train.data.given import given_turns
 from dspark_train.data.prompts import Prompt, PromptReader, UnusableError, split
 from dspark_train.target import Target

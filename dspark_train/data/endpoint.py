@@ -19,7 +19,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from dspark_train.config import EndpointConfig
+from dspark_train.config_data import EndpointConfig
 from dspark_train.data.answers import Answer, Progress
 from dspark_train.target import Target
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dspark_train.artifacts import Artifact
-from dspark_train.config import EndpointConfig
+from dspark_train.config_data import EndpointConfig
 from dspark_train.data.endpoint import EndpointAnswers
 from dspark_train.decoding.batch import generate_batch
 from dspark_train.decoding.sampling import SamplingSettings

@@ -14,7 +14,7 @@ from tests.tiny_pipeline import Run
 READ = """
 import resource, sys
 from pathlib import Path
-from dspark_train.config import PromptsConfig
+from dspark_train.config_data import PromptsConfig
 from dspark_train.data.encode import encode_prompts
 from dspark_train.target import Target
 folder, out, target, *limits = sys.argv[1:]
