@@ -14,6 +14,7 @@ class PromptsConfig:
     dataset_split: str = "train"
     columns: dict[str, str] = field(default_factory=dict)
     system_prompt: str | None = None
+    categories: list[str] | None = None
     limit: int | None = None
     calibration: float = 0.1
     held_out: float = 0.1

@@ -33,6 +33,7 @@ def encode_prompts(p: PromptsConfig, turns: str, target: Target, path: Path) -> 
         dataset_split=p.dataset_split,
         columns=p.columns,
         system_prompt=p.system_prompt,
+        categories=p.categories,
         limit=p.limit,
         turns=turns,
     )

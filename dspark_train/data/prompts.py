@@ -58,6 +58,7 @@ class PromptReader:
         dataset_split: str = "train",
         columns: Mapping[str, str] | None = None,
         system_prompt: str | None = None,
+        categories: Sequence[str] | None = None,
         limit: int | None = None,
         turns: str = "last",
     ) -> None:
@@ -70,6 +71,7 @@ class PromptReader:
             columns: our column names (`messages`, `prompt`, `turns`, `id`, `category`) -> the
                 source's.
             system_prompt: put in front of conversations that have none. Not part of the identity.
+            categories: the only ones that are taken; None: all, those without one too.
             limit: stop after so many prompts.
             turns: "last": the last user's turn is answered, after the source's own answers (of
                 `turns` the first one); "every": all are, one after the other, and the source's
@@ -79,6 +81,7 @@ class PromptReader:
             ValueError: `columns`, `limit` or `turns` do not fit.
         """
         self.source, self.dataset_split, self.limit = source, dataset_split, limit
+        self.categories = None if categories is None else frozenset(categories)
         self.columns, self.system_prompt, self.turns = dict(columns or {}), system_prompt, turns
         if unknown := sorted(set(self.columns) - set(COLUMNS)):
             raise ValueError(
@@ -148,6 +151,8 @@ class PromptReader:
         messages, later = _conversation(value, self.turns, form)
         identity = row.get(columns.get("id", "id"))
         category = row.get(columns.get("category", "category"))
+        if self.categories is not None and category not in self.categories:
+            raise UnusableError("other category")
         prompt = Prompt("", messages, later, category=None if category is None else str(category))
         return replace(prompt, id=_sha(prompt) if identity is None else str(identity))
 

@@ -104,6 +104,16 @@ def test_limit_counts_what_is_kept(tmp_path: Path) -> None:
     assert counts == {"read": 3, "kept": 2, "dropped": {"duplicate": 1}}
 
 
+def test_categories_are_chosen_by_name(tmp_path: Path) -> None:
+    rows = [{"prompt": str(i), "kind": kind} for i, kind in enumerate(("a", "b", "a", None, "c"))]
+    source = write(tmp_path / "p.jsonl", *rows)
+    prompts, counts = load_prompts(source, columns={"category": "kind"}, categories=["a", "c"])
+    assert [p.messages[0]["content"] for p in prompts] == ["0", "2", "4"]
+    assert counts == {"read": 5, "kept": 3, "dropped": {"other category": 2}}
+    with pytest.raises(ValueError, match=r"\{'other category': 5\}"):
+        load_prompts(source, columns={"category": "kind"}, categories=["d"])
+
+
 def test_column_mapping(tmp_path: Path) -> None:
     source = write(tmp_path / "p.jsonl", {"uid": "x", "question": "Why?", "prompt": "not this"})
     prompts, _ = load_prompts(source, columns={"prompt": "question", "id": "uid"})
