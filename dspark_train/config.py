@@ -17,6 +17,7 @@ from dspark_train.config_data import (
 )
 from dspark_train.config_decoding import (
     BenchConfig,
+    BenchServingConfig,
     CalibrateConfig,
     GenerateConfig,
     ServeConfig,
@@ -231,6 +232,7 @@ class Config:
     bench_training: BenchTrainingConfig = field(default_factory=BenchTrainingConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    bench_serving: BenchServingConfig = field(default_factory=BenchServingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
     @property

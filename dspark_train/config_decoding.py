@@ -85,3 +85,26 @@ class ServeConfig:
     shutdown_seconds: float = 30.0
     cost_table: str | None = None
     cost_seconds: float = 2.0
+
+
+@dataclass(frozen=True)
+class BenchServingConfig:
+    """Policies under measured load; how it is served is in `serve`.
+
+    Closed loop with `concurrency` users, or open with `rate` requests per second; every run asks
+    for `requests`, or `requests_per_user` for each user if that is more. All answers are
+    `max_new_tokens` long. `rounds`: how often everything is run.
+    """
+
+    policies: list[str] = field(
+        default_factory=lambda: ["fixed:0", "fixed:1", "fixed:2", "fixed:4", "auto"]
+    )
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
+    rate: float | None = None
+    rounds: int = 3
+    requests: int = 8
+    requests_per_user: int = 2
+    prompts: int = 64
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0

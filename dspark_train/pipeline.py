@@ -25,6 +25,7 @@ STAGES = (
     "export",
     "bench",
     "bench_training",
+    "bench_serving",
 )
 COMMANDS = ("convert", "generate", "serve", "verify")  # leave no artifact
 

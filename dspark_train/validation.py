@@ -178,6 +178,15 @@ def _decoding(config: Config) -> Iterator[Check]:
         t.threads,
         "positive, or null",
     )
+    w = config.bench_serving
+    sizes = ("rounds", "requests", "requests_per_user", "prompts", "max_new_tokens")
+    yield from _positive("bench_serving", w, *sizes)
+    loads = bool(w.concurrency) and min(w.concurrency) > 0
+    yield loads, "bench_serving.concurrency", w.concurrency, "at least one, all positive"
+    yield bool(w.policies), "bench_serving.policies", w.policies, "at least one"
+    expected = "requests per second, or null for a closed loop"
+    yield w.rate is None or w.rate > 0, "bench_serving.rate", w.rate, expected
+    yield w.temperature >= 0, "bench_serving.temperature", w.temperature, "at least 0"
     v = config.serve
     sizes = ("rows", "slots", "chunk", "max_waiting", "max_positions", "max_new_tokens")
     more = ("max_prompt_tokens", "max_choices", "max_body_bytes", "timeout", "shutdown_seconds")

@@ -18,7 +18,7 @@ from dspark_train.serving.answers import Answer, error
 from dspark_train.serving.batching import Batcher
 from dspark_train.serving.body import BodyLimit
 from dspark_train.serving.calls import Call, FailedError
-from dspark_train.serving.protocol import ChatRequest, CompletionRequest, Sampling
+from dspark_train.serving.protocol import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from dspark_train.serving.tickets import QueueFullError, StoppedError
 
 JSON_ERRORS = {429: "rate_limit_error", 401: "authentication_error", 503: "server_error"}
@@ -138,14 +138,17 @@ def make_app(
         return JSONResponse(frame.whole(texts, ends))
 
     async def stream(asked: Sampling, frame: Answer, call: Call) -> AsyncIterator[str]:
+        wished = asked.stream_options or StreamOptions()
         try:
             if frame.chat:
                 for index in range(len(frame.requests)):
                     yield event(frame.opening(index))
             async with asyncio.timeout(limits.timeout):
                 async for index, p in call.progress():
-                    yield event(frame.piece(index, p.text, p.start, p.stop, p.end))
-            if asked.stream_options is not None and asked.stream_options.include_usage:
+                    piece = frame.piece(index, p.text, p.start, p.stop, p.end)
+                    usage = {"usage": frame.usage()} if wished.continuous_usage_stats else {}
+                    yield event(piece | usage)
+            if wished.include_usage:
                 yield event(frame.last())
             yield "data: [DONE]\n\n"
         except TimeoutError:

@@ -9,10 +9,12 @@ from dspark_train.decoding.sampling import SamplingSettings
 
 
 class StreamOptions(BaseModel):
-    """`include_usage`: the last chunk of a stream tells the usage."""
+    """`include_usage`: the last chunk of a stream tells the usage; `continuous_usage_stats`: every
+    chunk does (not OpenAI's, but that of other servers)."""
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Sampling(BaseModel):

@@ -92,16 +92,20 @@ def make_engine(config: Config) -> Engine:
     engine = Engine(
         decoder.target, decoder.proposer, decoder.vocabulary, rows=s.rows, reads_ahead=True
     )
-    slots = s.slots
-    temperatures = None
-    if isinstance(decoder.proposer, BlockProposer):
-        slots = drafter.slots.num_proposals
-        temperatures = drafter.confidence_temperatures
+    slots, temperatures = proposer_facts(config, engine)
     costs = None
     if s.policy.split(":")[0] not in ("fixed", "threshold"):
         costs = measured(engine, slots, s.cost_table, s.cost_seconds)
     engine.scheduler = make_scheduler(s.policy, slots, costs, temperatures)
     return engine
+
+
+def proposer_facts(config: Config, engine: Engine) -> tuple[int, list[float] | None]:
+    """Drafts of a proposal, and the temperatures of their confidences."""
+    if not isinstance(engine.proposer, BlockProposer):
+        return (0 if config.serve.proposer == "plain" else config.serve.slots), None
+    shape = engine.proposer.drafter.config
+    return shape.slots.num_proposals, shape.confidence_temperatures
 
 
 def measured(engine: Engine, slots: int, file: str | None, seconds: float) -> CostTable:

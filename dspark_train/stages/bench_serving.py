@@ -1,0 +1,186 @@
+"""checkpoint under load: policies side by side, over a real socket, asked by a second process."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+from tqdm import tqdm
+
+from dspark_train.artifacts import Artifact, ArtifactWriter
+from dspark_train.config import Config
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.scheduler import make_scheduler
+from dspark_train.serving.latency import summary
+from dspark_train.serving.metrics import Metrics
+from dspark_train.stages.load_report import pareto_figure, show
+from dspark_train.stages.report import environment, write_report
+from dspark_train.stages.rollout import split_prompts
+from dspark_train.stages.serve import make_engine, measured, proposer_facts
+from dspark_train.stages.stage import Outcome
+from dspark_train.stages.targets import target_settings
+
+MODEL = "target"
+
+
+def inputs(config: Config) -> tuple[str, ...]:
+    return ("rollout",) if config.checkpoint else ("rollout", "export")
+
+
+def settings(config: Config) -> dict[str, Any]:
+    return {
+        "target": target_settings(config),
+        "bench_serving": asdict(config.bench_serving),
+        "serve": asdict(config.serve),
+        "checkpoint": config.checkpoint,
+    }
+
+
+def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
+    """Measure, write report.json, report.png and the cost table, print a table."""
+    b = config.bench_serving
+    if not config.checkpoint:
+        inputs["export"].folder("checkpoint")  # checks it
+    prompts = split_prompts(inputs["rollout"], "held_out", b.prompts)
+    serve = replace(config.serve, rows=max(b.concurrency), policy="fixed")
+    engine = make_engine(replace(config, serve=serve))
+    slots, temperatures = proposer_facts(config, engine)
+    costs = measured(engine, slots, serve.cost_table, serve.cost_seconds)
+    rows = []
+    runs = [(load, turn) for load in b.concurrency for turn in range(b.rounds)]
+    with tqdm(total=len(runs) * len(b.policies), desc="bench_serving", unit="run") as bar:
+        for load, turn in runs:
+            # who comes first changes, so that a machine which slows down slows all of them
+            start = turn % len(b.policies)
+            for name in b.policies[start:] + b.policies[:start]:
+                engine.scheduler = make_scheduler(name, slots, costs, temperatures)
+                row = measure(config, engine, [row["prompt"] for row in prompts], load)
+                rows.append({"policy": name, "concurrency": load, "round": turn, **row})
+                bar.update()
+    report = {
+        "environment": environment(engine.target),
+        "settings": settings(config),
+        "memory": memory(engine),
+        "rows": rows,
+    }
+    writer.write("costs.json", costs.save)
+    writer.write("report.json", lambda path: write_report(path, report))
+    figure = pareto_figure(rows)
+    writer.write("report.png", lambda path: figure.savefig(path, format="png", dpi=120))
+    show(rows)
+    if failed := sum(row["errors"] for row in rows):
+        raise ValueError(f"{failed} requests failed: see {writer.path('report.json')}")
+    return Outcome(
+        counts={"runs": len(rows), "prompts": len(prompts)},
+        facts={"report": "report.json"},
+        line=f"{len(b.policies)} policies at {b.concurrency} requests at a time",
+    )
+
+
+def measure(config: Config, engine: Engine, prompts: list[list[int]], load: int) -> dict[str, Any]:
+    """Serve, ask from another process, and count on both sides."""
+    b = config.bench_serving
+    metrics = Metrics()
+    with serving(config, engine, metrics) as url:
+        job = {
+            "url": url,
+            "model": MODEL,
+            "prompts": prompts,
+            "requests": max(b.requests, b.requests_per_user * load),
+            "users": load,
+            "rate": b.rate,
+            "max_tokens": b.max_new_tokens,
+            "temperature": b.temperature,
+            "seed": b.seed,
+            "bias": {str(token): -100.0 for token in engine.target.eos_ids},
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "dspark_train.serving.load"],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        raise ValueError(f"the load ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    return {**summary(json.loads(done.stdout)), **counted(metrics)}
+
+
+def counted(metrics: Metrics) -> dict[str, Any]:
+    """What the server says about its rounds."""
+    values = {
+        (sample.name.removeprefix("dspark_"), *sample.labels.values()): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+    }
+    rounds, verified = values["rounds_total",], values["drafts_verified_total",]
+    accepted = values["drafts_accepted_sum",]
+    upto = sorted(
+        (float(key[1]), value)
+        for key, value in values.items()
+        if key[0] == "drafts_accepted_bucket" and key[1] != "+Inf"
+    )
+    histogram = [int(b - a) for (_, a), (_, b) in zip([(0, 0), *upto], upto, strict=False)]
+    while histogram and not histogram[-1]:
+        histogram.pop()
+    return {
+        "verify_length": round(verified / rounds, 4) if rounds else 0.0,
+        "verified_per_token": round((verified + rounds) / (accepted + rounds), 4)
+        if rounds
+        else 0.0,
+        "tau": round((accepted + rounds) / rounds, 4) if rounds else 0.0,
+        "accepted_histogram": histogram,
+        "preemptions": int(values["preemptions_total",]),
+    }
+
+
+def memory(engine: Engine) -> dict[str, int]:
+    """Bytes of weights and caches."""
+    drafter = getattr(engine.proposer, "drafter", None)
+    weights = (
+        0 if drafter is None else sum(p.numel() * p.element_size() for p in drafter.parameters())
+    )
+    cache = getattr(engine.proposer, "cache", None)
+    return {
+        "drafter_bytes": weights,
+        "target_cache_bytes": engine.cache.nbytes,
+        "drafter_cache_bytes": 0 if cache is None else cache.nbytes,
+    }
+
+
+@contextmanager
+def serving(config: Config, engine: Engine, metrics: Metrics) -> Iterator[str]:
+    """The server in a thread of this process; its URL."""
+    import uvicorn
+
+    from dspark_train.serving.app import make_app
+    from dspark_train.serving.batching import Batcher
+
+    s = config.serve
+    batcher = Batcher(
+        engine,
+        max_waiting=10**6,
+        max_positions=s.max_positions,
+        chunk=s.chunk,
+        metrics=metrics,
+    )
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_app(batcher, model=MODEL), log_level="warning"))
+    thread = threading.Thread(target=lambda: server.run(sockets=[taken]), daemon=True)
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise ValueError("the server did not start: see above")
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        taken.close()

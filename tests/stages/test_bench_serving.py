@@ -1,0 +1,51 @@
+"""Policies under load as a stage, on the real server."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_pipeline import Run, refused
+
+FEW = (
+    "stages=[bench_serving]",
+    "bench_serving.policies=[fixed:0,fixed:2,auto]",
+    "bench_serving.concurrency=[1,3]",
+    "bench_serving.rounds=1",
+    "bench_serving.requests=3",
+    "bench_serving.max_new_tokens=12",
+    "serve.cost_seconds=0.2",
+)
+
+
+@pytest.mark.slow
+def test_policies_side_by_side(tiny_run_finished: Run, tmp_path: Path) -> None:
+    ended = tiny_run_finished(*FEW)
+    assert ended.status == 0, ended
+    folder = tmp_path / "run" / "bench_serving"
+    report = json.loads((folder / "report.json").read_text())
+    rows = report["rows"]
+    assert [(row["policy"], row["concurrency"]) for row in rows] == [
+        (name, load) for load in (1, 3) for name in ("fixed:0", "fixed:2", "auto")
+    ]
+    for row in rows:
+        assert row["errors"] == 0
+        assert row["tokens"] == 12 * (3 if row["concurrency"] == 1 else 6)
+        assert row["throughput"] > 0
+        assert row["token_p50"] <= row["token_p95"] <= row["token_p99"]
+        # all tokens but the first of each answer come from rounds
+        rounds = sum(row["accepted_histogram"])
+        accepted = sum(n * count for n, count in enumerate(row["accepted_histogram"]))
+        assert rounds + accepted == row["tokens"] - row["tokens"] // 12
+    assert rows[0]["verify_length"] == 0
+    assert 1 < rows[1]["verify_length"] <= 2
+    assert report["memory"]["drafter_bytes"] > 0
+    assert report["memory"]["target_cache_bytes"] > 0
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "costs.json").is_file()
+
+
+def test_bad_input(tiny_run_finished: Run) -> None:
+    wrong = tiny_run_finished(*FEW, "bench_serving.rate=-1")
+    refused(wrong, "bench_serving.rate=-1", lines=3)
+    refused(tiny_run_finished(*FEW, "bench_serving.policies=[best]"), "policy best")
