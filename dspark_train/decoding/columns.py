@@ -30,35 +30,33 @@ class Columns:
         self.costs, self.temperatures = costs, np.asarray(temperatures, dtype=np.float64)
         # optimistic at first, else nothing would be drafted and learnt
         self.mean = np.cumprod(np.full(len(temperatures), 0.9))
-        self.width, self.paused, self.verified = 0, 0, None
+        self.width, self.paused, self.current = 0, 0, None
 
     def draft_lengths(self, waiting: Waiting) -> np.ndarray:
         limits = np.asarray(waiting.limits)
         self.width = self._best(len(limits), waiting.context)
-        if self.width:
-            self.paused = 0
-        elif self.paused >= PAUSE:
-            self.paused, self.width = 0, len(self.mean)
-        else:
-            self.paused += 1
+        if self.paused >= PAUSE:
+            self.width = len(self.mean)
         # one slot more than is verified, so that the width can grow
         wanted = min(self.width + 1, len(self.mean)) if self.width else 0
         return np.minimum(limits, wanted)
 
     def verify_lengths(self, drafts: Drafts) -> np.ndarray:
-        lengths = np.minimum(drafts.drafted, self.width)
-        self.verified = lengths
+        lengths, live = np.minimum(drafts.drafted, self.width), None
         if drafts.confidence is not None:
             live = survival(drafts.confidence, self.temperatures, drafts.drafted)
-            self._learn(live, drafts.drafted)
-            self.verified = None
+        self.current = (live, lengths if live is None else drafts.drafted)
         return lengths
 
     def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
-        if self.verified is not None:  # there were no confidences: what stood must do
-            slots = np.arange(len(self.mean))
-            self._learn(slots < accepted[:, None], self.verified)
-            self.verified = None
+        self.paused = 0 if self.width else self.paused + 1
+        if self.current is None:
+            return
+        live, reached = self.current
+        if live is None:  # there were no confidences: what stood must do
+            live = np.arange(len(self.mean)) < accepted[:, None]
+        self._learn(live, reached)
+        self.current = None
 
     def _learn(self, survived: np.ndarray, reached: np.ndarray) -> None:
         """Count survivals `[R, K]` of slots that requests have reached; who is cut off earlier,

@@ -57,7 +57,11 @@ class Drafts:
 
 
 class Policy(Protocol):
-    """Decides every round, in this order. It remembers earlier rounds: one for each engine."""
+    """Decides every round, in this order. It remembers earlier rounds: one for each engine.
+
+    A round that fails is run again with the same drafts. So nothing of a round may be remembered
+    before `observe` says that it is over.
+    """
 
     def draft_lengths(self, waiting: Waiting) -> np.ndarray:
         """How many tokens each request drafts, `[R]`, none above `waiting.limits`."""
@@ -160,19 +164,25 @@ class Capacity(DraftsAll):
             )
         self.prefix = Prefix(costs, temperatures)
         self.earlier: deque[tuple[int, np.ndarray]] = deque(maxlen=lag)
+        self.current: tuple[int, np.ndarray] | None = None
 
     def verify_lengths(self, drafts: Drafts) -> np.ndarray:
         live = self.prefix.survival(drafts, "capacity")
         ranking, requests = ranked(live), len(live)
         ready = len(self.earlier) == self.earlier.maxlen
         before, expected = self.earlier[0] if ready else (0, ranking)
-        self.earlier.append((requests, ranking))
+        self.current = (requests, ranking)
         if not before:
             return self.prefix.admit(live, ranking, drafts)
         if before != requests:
             count = round(len(expected) * requests / before)
             expected = expected[np.arange(count) * len(expected) // max(count, 1)]
         return fill(live, ranking, int(self.prefix.theta(expected, drafts).argmax()))
+
+    def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
+        if self.current is not None:  # something was drafted
+            self.earlier.append(self.current)
+            self.current = None
 
 
 class Auto:
@@ -197,6 +207,7 @@ class Auto:
         return self.capacity.verify_lengths(drafts)
 
     def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
+        self.capacity.observe(ids, judged, accepted)
         self.difficulty.observe(ids, judged, accepted)
 
 

@@ -8,12 +8,14 @@ from time import perf_counter
 import numpy as np
 import pytest
 
+from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.difficulty import Difficulty
 from dspark_train.decoding.policies import (
     Auto,
     Capacity,
     Drafts,
+    Policy,
     Prefix,
     Threshold,
     Waiting,
@@ -30,6 +32,14 @@ def random_case(random: np.random.Generator) -> tuple[Drafts, CostTable, np.ndar
     speeds *= random.choice([1.0, 0.7], len(speeds))
     table = CostTable.from_steps_per_second(speeds.tolist())
     return Drafts(logits, drafted), table, random.choice([0.5, 1.0, 2.0], slots)
+
+
+def decide(policy: Policy, drafts: Drafts) -> np.ndarray:
+    """Lengths of a round in which nothing stands."""
+    lengths = policy.verify_lengths(drafts)
+    ids = list(range(len(lengths)))
+    policy.observe(ids, np.minimum(lengths, 1), np.zeros_like(lengths))
+    return lengths
 
 
 def theta(live: np.ndarray, lengths: np.ndarray, table: CostTable) -> float:
@@ -71,7 +81,7 @@ def test_capacity_is_the_best_of_all_allocations() -> None:
         drafts, table, temperatures = random_case(random)
         live = survival(drafts.confidence, temperatures, drafts.drafted)
         policy = Capacity(table, temperatures)
-        first, second, third = (policy.verify_lengths(drafts) for _ in range(3))
+        first, second, third = (decide(policy, drafts) for _ in range(3))
         best = max(
             theta(live, lengths, table)
             for lengths in itertools.product(*(range(n + 1) for n in drafts.drafted))
@@ -98,7 +108,7 @@ def test_what_is_not_a_number_is_no_confidence() -> None:
     flat = CostTable.from_steps_per_second((1.0,) * 9)
     ones = (1.0, 1.0)
     for policy in (Prefix(flat, ones), Threshold(0.5, ones), Auto(flat, ones)):
-        lengths = [policy.verify_lengths(Drafts(logits, np.array([2, 2, 2]))) for _ in range(3)]
+        lengths = [decide(policy, Drafts(logits, np.array([2, 2, 2]))) for _ in range(3)]
         assert [n.tolist() for n in lengths] == [[2, 0, 2]] * 3
 
 
@@ -111,15 +121,34 @@ def test_without_confidences() -> None:
     assert Auto(flat, ones).verify_lengths(drafts).tolist() == [2]
 
 
+@pytest.mark.parametrize("kind", [Capacity, Auto, Columns])
+def test_a_round_that_failed_is_not_remembered(kind) -> None:
+    """It is run again with the same drafts: their confidences must not decide about them."""
+    costs = CostTable.from_steps_per_second((1.0, 0.5, 0.45, 0.4))
+    drafts = [Drafts(np.array([[x, x]], dtype=np.float32), np.array([2])) for x in (9.0, -9.0)]
+
+    def lengths(failed: int) -> list[list[int]]:
+        policy, decided = kind(costs, (1.0, 1.0)), []
+        for number in (0, 1, 0, 0, 1, 1, 0):
+            for _ in range(failed):
+                policy.draft_lengths(Waiting([0], np.array([2])))
+                policy.verify_lengths(drafts[number])
+            policy.draft_lengths(Waiting([0], np.array([2])))
+            decided.append(decide(policy, drafts[number]).tolist())
+        return decided
+
+    assert lengths(0) == lengths(3)
+
+
 def test_capacity_follows_the_number_of_requests() -> None:
     """Half of the requests leave: the earlier round stands for those that are left."""
     speeds = [1.0] * 12 + [0.1] * 100
     policy = Capacity(CostTable.from_steps_per_second(speeds), (1.0,) * 4, lag=1)
     logits = np.full((8, 4), 2.0, dtype=np.float32)
     everybody = Drafts(logits, np.full(8, 4))
-    assert policy.verify_lengths(everybody).sum() == 4
-    assert policy.verify_lengths(Drafts(logits[:4], np.full(4, 4))).sum() == 8
-    assert policy.verify_lengths(everybody).sum() == 4
+    assert decide(policy, everybody).sum() == 4
+    assert decide(policy, Drafts(logits[:4], np.full(4, 4))).sum() == 8
+    assert decide(policy, everybody).sum() == 4
 
 
 COSTS = CostTable(
@@ -207,6 +236,8 @@ def large_batch() -> tuple[Drafts, CostTable]:
 def test_a_decision_for_256_requests_takes_less_than_100_microseconds(kind) -> None:
     drafts, costs = large_batch()
     policy = kind(costs, (1.0,) * 7)
+    for _ in range(3):  # so that there are earlier rounds
+        decide(policy, drafts)
     taken = microseconds(lambda: policy.verify_lengths(drafts))
     print(f"{kind.__name__}: {taken:.0f} µs")
     assert taken < 100
