@@ -72,5 +72,8 @@ class Columns:
         committed = requests * np.concatenate(([1.0], 1.0 + self.mean.cumsum()))
         sizes = requests * (1 + widths)
         seconds = self.costs.verify_seconds(int(sizes[-1]), context)[sizes]
-        seconds[1:] += self.costs.drafting_seconds(requests)[requests]
+        # one slot more is drafted than verified
+        shares = np.minimum(widths[1:], slots - 1) / max(slots - 1, 1)
+        drafts = [self.costs.drafting_seconds(requests, share)[requests] for share in (0.0, 1.0)]
+        seconds[1:] += drafts[0] + shares * (drafts[1] - drafts[0])
         return int((committed / seconds).argmax())

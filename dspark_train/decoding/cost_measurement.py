@@ -16,7 +16,7 @@ def measure_costs(
     *,
     max_tokens: int,
     contexts: Sequence[int] = (0,),
-    draft: Callable[[int], float] | None = None,
+    draft: Callable[[int, bool], float] | None = None,
     max_rows: int = 1,
     budget: float = 2.0,
     clock: Callable[[], float] = perf_counter,
@@ -31,7 +31,8 @@ def measure_costs(
         step: runs one target pass to its end, and says what it took.
         max_tokens: the largest batch.
         contexts: context lengths, ascending.
-        draft: the same for a drafter pass of so many requests, None: drafting costs nothing.
+        draft: the same for drafting for so many requests, whole proposals or one token; None: it
+            costs nothing.
         max_rows: the most requests of a drafter pass.
         budget: seconds in all; every size is timed at least twice whatever it takes.
         clock: seconds, for tests.
@@ -41,10 +42,11 @@ def measure_costs(
     jobs: dict[tuple[str, int, int], list[float]] = {
         ("verify", context, size): [] for context in contexts for size in sizes
     }
-    jobs |= {("draft", 0, rows): [] for rows in (_powers(max_rows) if draft else ())}
+    for whole in (0, 1) if draft else ():
+        jobs |= {("draft", whole, rows): [] for rows in _powers(max_rows)}
 
     def time(kind: str, context: int, size: int) -> None:
-        seconds = draft(size) if kind == "draft" else step(size, context)
+        seconds = draft(size, bool(context)) if kind == "draft" else step(size, context)
         jobs[kind, context, size].append(seconds)
 
     for job in jobs:  # the first run of a shape compiles, allocates and warms caches
@@ -64,12 +66,13 @@ def measure_costs(
 
     cost = {job: median(times) for job, times in jobs.items()}
     tokens = sorted({size for kind, _, size in jobs if kind == "verify"})
-    rows = sorted(size for kind, _, size in jobs if kind == "draft")
+    rows = sorted({size for kind, _, size in jobs if kind == "draft"})
     return CostTable(
         tuple(tokens),
         tuple(contexts),
         tuple(tuple(cost["verify", context, size] for size in tokens) for context in contexts),
         tuple(rows),
+        tuple(cost["draft", 1, size] for size in rows),
         tuple(cost["draft", 0, size] for size in rows),
     )
 

@@ -28,7 +28,9 @@ class CostTable:
         tokens: n sizes of the batch in tokens, anchors included, ascending, from 1 or more.
         contexts: m context lengths, ascending.
         seconds: m rows of n: a target pass over so many tokens, behind such a context.
-        draft_rows, draft_seconds: a drafter pass for so many requests, ascending; none: free.
+        draft_rows, draft_seconds: drafting whole proposals for so many requests, ascending; none:
+            free.
+        draft_one: drafting one token for as many; none: as dear as a whole proposal.
 
     Raises:
         ValueError: sizes out of order, shapes that do not fit, seconds that are not positive.
@@ -39,6 +41,7 @@ class CostTable:
     seconds: tuple[tuple[float, ...], ...]
     draft_rows: tuple[int, ...] = ()
     draft_seconds: tuple[float, ...] = ()
+    draft_one: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("contexts", 0), ("draft_rows", 1)):
@@ -59,12 +62,13 @@ class CostTable:
                 f"cost table: seconds has {shape[0]} rows of {sorted(shape[1])} numbers, expected "
                 f"{len(self.contexts)} (contexts) of {len(self.tokens)} (tokens)"
             )
-        if len(self.draft_rows) != len(self.draft_seconds):
+        one, whole = len(self.draft_one), len(self.draft_seconds)
+        if whole != len(self.draft_rows) or one not in (0, whole):
             raise ValueError(
-                f"cost table: {len(self.draft_seconds)} draft_seconds for {len(self.draft_rows)} "
-                "draft_rows, expected one each"
+                f"cost table: {whole} draft_seconds and {one} draft_one for "
+                f"{len(self.draft_rows)} draft_rows, expected one each"
             )
-        flat = [*self.draft_seconds, *(s for row in self.seconds for s in row)]
+        flat = [*self.draft_one, *self.draft_seconds, *(s for row in self.seconds for s in row)]
         if not all(0 < s < float("inf") for s in flat):
             raise ValueError("cost table: expected every time to be a positive number of seconds")
 
@@ -94,16 +98,24 @@ class CostTable:
 
     @cached_property
     def _drafting(self) -> np.ndarray:
-        """Seconds `[largest measured number of rows + 1]`; entry 0 is 0."""
+        """Seconds `[2, largest measured number of rows + 1]`: one token, and a whole proposal."""
         largest = self.draft_rows[-1] if self.draft_rows else 0
-        seconds = np.zeros(largest + 1)
-        if largest:
-            seconds[1:] = _priced(self.draft_rows, self.draft_seconds, np.arange(1, largest + 1))
+        seconds = np.zeros((2, largest + 1))
+        for kind, measured in enumerate((self.draft_one or self.draft_seconds, self.draft_seconds)):
+            if largest:
+                sizes = np.arange(1, largest + 1)
+                seconds[kind, 1:] = _priced(self.draft_rows, measured, sizes)
         return seconds
 
-    def drafting_seconds(self, upto: int) -> np.ndarray:
-        """Seconds `[upto + 1]` of a drafter pass for 0 … `upto` requests; nothing measured: 0."""
-        return _extended(self._drafting, upto)
+    def drafting_seconds(self, upto: int, share: float = 1.0) -> np.ndarray:
+        """Seconds `[upto + 1]` of a drafter pass for 0 … `upto` requests; nothing measured: 0.
+
+        Args:
+            upto: requests.
+            share: 0 for one token each, 1 for whole proposals, linearly between.
+        """
+        one, whole = self._drafting
+        return _extended(whole if share == 1 else one + share * (whole - one), upto)
 
     def steps_per_second(self, upto: int, context: float = 0.0, drafting: int = 0) -> np.ndarray:
         """`[upto + 1]`: steps per second with 0 … `upto` tokens, `drafting` requests drafting."""

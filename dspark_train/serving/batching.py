@@ -26,7 +26,7 @@ class Batcher:
         engine: made with `reads_ahead`; nobody else may use it.
         max_waiting: requests that may wait for a row.
         max_positions: tokens that all requests of the batch may hold together.
-        chunk: tokens of a prompt that are read between two rounds.
+        chunk: tokens of prompts that are read between two rounds.
         metrics: counts everything.
     """
 
@@ -115,9 +115,12 @@ class Batcher:
     def turn(self) -> None:
         """Everything between two rounds, and a round."""
         self._let_go()
-        self._admit()
-        if self.reading is not None and self.engine.free:
-            self._read()
+        left = self.chunk
+        while left > 0:
+            self._admit()
+            if self.reading is None or not self.engine.free:
+                break
+            left -= self._read(left)
         if self.engine.requests:
             self._step()
 
@@ -136,6 +139,7 @@ class Batcher:
             if self.live and self._held() + need > self.max_positions:
                 return
             self.reading = self.waiting.popleft()
+        self.reading.read = 0
         self.engine.begin(self.reading.request)
 
     def _held(self) -> int:
@@ -150,19 +154,23 @@ class Batcher:
             self.waiting.appendleft(ticket)
         self.metrics.preempted.inc()
 
-    def _read(self) -> None:
+    def _read(self, count: int) -> int:
+        """Read at most `count` more tokens of the prompt; returns how many it took."""
         ticket = self.reading
+        count = min(count, max(1, len(ticket.request.tokens) - ticket.read))
+        ticket.read += count
         try:
-            joined = self.engine.read(self.chunk)
+            joined = self.engine.read(count)
         except Exception as error:  # only this request took part
             self._leave(ticket)
             self._end(ticket, "failed", str(error))
-            return
+            return count
         if joined:
             self.reading = None
             self.live[id(ticket.request)] = ticket
             self._tell(ticket)
             self._take_finished()
+        return count
 
     def _step(self) -> None:
         requests = list(self.engine.requests)

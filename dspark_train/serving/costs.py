@@ -52,8 +52,8 @@ class _Bench:
         rows = min(self.engine.rows, tokens)
         return self._round(rows, -(-tokens // rows) - 1)[1]
 
-    def draft(self, rows: int) -> float:
-        return self._round(rows, self.slots)[0]
+    def draft(self, rows: int, whole: bool) -> float:
+        return self._round(rows, self.slots if whole else 1)[0]
 
     def _round(self, rows: int, width: int) -> tuple[float, float]:
         """Seconds in the drafter and in the target."""

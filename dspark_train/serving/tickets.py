@@ -39,12 +39,13 @@ Sink = Callable[[Progress], None]
 
 @dataclass
 class Ticket:
-    """A request on its way. `told` tokens of it were handed on."""
+    """A request on its way: `read` tokens of its prompt are read, `told` new ones handed on."""
 
     request: Request
     sink: Sink
     number: int
     came: float = field(default_factory=monotonic)
+    read: int = 0
     told: int = 0
     last: float = 0.0
     cancelled: bool = False

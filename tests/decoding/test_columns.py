@@ -63,3 +63,12 @@ def test_without_confidences_verdicts_must_do() -> None:
         policy.observe(ids, lengths, np.minimum(lengths, 1))
     assert policy.mean[0] > 0.95
     assert policy.mean[1] < 0.05
+
+
+def test_long_drafts_that_cost_more_are_weighed() -> None:
+    """Verifying is free here; only the walk over the slots is not."""
+    flat = {"tokens": (1, 40), "contexts": (0,), "seconds": ((1.0, 1.0),), "draft_rows": (1, 8)}
+    cheap = CostTable(**flat, draft_seconds=(0.1, 0.1), draft_one=(0.1, 0.1))
+    dear = CostTable(**flat, draft_seconds=(1.25, 1.25), draft_one=(0.05, 0.05))
+    assert set(play(Columns(cheap, ONES), 0.6, 100)[60:]) == {K}
+    assert set(play(Columns(dear, ONES), 0.6, 100)[60:]) == {1}

@@ -121,10 +121,13 @@ def test_contexts_and_drafts_are_measured() -> None:
         machine.step,
         max_tokens=4,
         contexts=(0, 100),
-        draft=lambda rows: machine.step(rows),
+        draft=lambda rows, whole: machine.step(rows, 100 * whole),
         max_rows=3,
         budget=0.1,
         clock=machine.clock,
     )
     assert costs.verify_seconds(4, 100).tolist() == pytest.approx([0.002] * 5)
     assert costs.draft_rows == (1, 2, 3)
+    assert costs.draft_one == pytest.approx([0.001] * 3)
+    assert costs.draft_seconds == pytest.approx([0.002] * 3)
+    assert costs.drafting_seconds(2, 0.5).tolist() == pytest.approx([0, 0.0015, 0.0015])
