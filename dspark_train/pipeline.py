@@ -87,8 +87,18 @@ def refuse_contradictions(config: Config, given: Sequence[str]) -> None:
 
 
 def load(name: str) -> Stage:
-    """The module of a stage; imported only when it runs, so that decoding needs no lightning."""
-    stage = importlib.import_module(f"dspark_train.stages.{name}")
+    """The module of a stage; imported only when it runs, so that decoding needs no lightning.
+
+    Raises:
+        ValueError: it needs a package that is not installed.
+    """
+    try:
+        stage = importlib.import_module(f"dspark_train.stages.{name}")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"stage {name} needs the package {error.name}, which is not installed; it belongs to "
+            "an extra, e.g. pip install 'dspark_train[serve]'"
+        ) from error
     silence_libraries()
     return stage
 

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+import uvicorn
 from tqdm import tqdm
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.scheduler import make_scheduler
+from dspark_train.serving.app import make_app
+from dspark_train.serving.batching import Batcher
 from dspark_train.serving.latency import summary
 from dspark_train.serving.metrics import Metrics
 from dspark_train.stages.load_report import pareto_figure, show
@@ -156,11 +159,6 @@ def memory(engine: Engine) -> dict[str, int]:
 @contextmanager
 def serving(config: Config, engine: Engine, metrics: Metrics) -> Iterator[str]:
     """The server in a thread of this process; its URL."""
-    import uvicorn
-
-    from dspark_train.serving.app import make_app
-    from dspark_train.serving.batching import Batcher
-
     s = config.serve
     batcher = Batcher(
         engine,

@@ -4,6 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+
 from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.cost_table import CostTable
@@ -11,6 +13,8 @@ from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer
 from dspark_train.decoding.scheduler import make_scheduler
 from dspark_train.formats import load_config
+from dspark_train.serving.app import Limits, make_app
+from dspark_train.serving.batching import Batcher
 from dspark_train.serving.costs import engine_costs
 from dspark_train.stages.targets import device, load_target, require_same_target
 
@@ -24,19 +28,8 @@ def run(config: Config) -> None:
     """Serve the checkpoint of this run, or `checkpoint`.
 
     Raises:
-        ValueError: no checkpoint where the proposer needs one, no packages for serving, or a port
-            that is taken.
+        ValueError: no checkpoint where the proposer needs one, or a port that is taken.
     """
-    try:
-        import uvicorn
-
-        from dspark_train.serving.app import Limits, make_app
-        from dspark_train.serving.batching import Batcher
-    except ImportError as error:
-        raise ValueError(
-            f"serving needs packages that are not installed ({error.name}): "
-            "pip install 'dspark_train[serve]'"
-        ) from error
     s = config.serve
     engine = make_engine(config)
     batcher = Batcher(

@@ -85,3 +85,15 @@ def test_bad_input(tiny_run_finished: Run, tmp_path: Path) -> None:
         ended = tiny_run_finished(serve, "serve.policy=fixed", f"serve.port={port}")
     assert ended.status == 1
     assert f"serve.port={port}: could not listen there" in ended.err
+
+
+@pytest.mark.parametrize("stage", ["serve", "bench_serving"])
+def test_a_package_that_is_missing_is_named(
+    tiny_run_finished: Run, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    for name in [n for n in sys.modules if n.startswith(("dspark_train.serving", "uvicorn"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, f"dspark_train.stages.{stage}", raising=False)
+    monkeypatch.delitem(sys.modules, "dspark_train.stages.serve", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    refused(tiny_run_finished(f"stages=[{stage}]"), f"stage {stage} needs the package uvicorn")
