@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from dspark_train.calibration.drift import DriftMonitor
 from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.policies import (
@@ -74,10 +76,15 @@ class Scheduled:
     Args:
         policy: decides.
         slots: K, drafts of a proposal at most.
+        temperatures: `[K]` that the policy reads; written to when calibration is found to drift.
+            None: nobody watches.
     """
 
-    def __init__(self, policy: Policy, slots: int) -> None:
-        self.policy, self.slots = policy, slots
+    def __init__(self, policy: Policy, slots: int, temperatures: np.ndarray | None = None) -> None:
+        self.policy, self.slots, self.temperatures = policy, slots, temperatures
+        self.monitor, self.turn = None, 0
+        if temperatures is not None:
+            self.monitor = DriftMonitor(torch.from_numpy(temperatures.copy()))
 
     def limits(self, requests: Sequence[Request]) -> list[int]:
         room = np.clip([request.remaining - 1 for request in requests], 0, self.slots)
@@ -95,6 +102,18 @@ class Scheduled:
         ids = [id(request) for request in requests]
         judged = np.array([one.judged for one in rounds])
         self.policy.observe(ids, judged, np.array([one.accepted for one in rounds]))
+        if self.monitor is not None:
+            self._watch(rounds)
+
+    def _watch(self, rounds: Sequence[Round]) -> None:
+        """Look at one request of the round, another one every time: enough, and cheap."""
+        one = rounds[self.turn % len(rounds)]
+        self.turn += 1
+        if one.confidence:
+            logits = torch.zeros(self.slots)
+            logits[: len(one.confidence)] = torch.tensor(one.confidence)
+            self.monitor.observe("served requests", logits, one.accepted, one.known)
+            self.temperatures[:] = self.monitor.temperatures("served requests").numpy()
 
 
 def make_scheduler(
@@ -104,6 +123,7 @@ def make_scheduler(
     temperatures: Sequence[float] | None = None,
     *,
     padded: bool = True,
+    watch: bool = False,
 ) -> Scheduler:
     """A scheduler by name: fixed, fixed:3, threshold:0.6, prefix, capacity, columns or auto.
 
@@ -114,6 +134,7 @@ def make_scheduler(
         temperatures: `[K]` from calibration; None: 1.
         padded: the engine's passes are as wide as their longest request, as ours are; then auto is
             columns. In an engine that packs its passes, auto is capacity by difficulty.
+        watch: warn when calibration drifts, and fit the temperatures anew on what is served.
 
     Raises:
         ValueError: an unknown name, a number out of range, or no cost table where it is needed.
@@ -121,12 +142,13 @@ def make_scheduler(
     kind, _, number = name.partition(":")
     if padded and name == "auto":
         kind = "columns"
-    scale = [1.0] * slots if temperatures is None else list(temperatures)
+    scale = np.array([1.0] * slots if temperatures is None else temperatures, dtype=np.float64)
+    watched = scale if watch else None
     try:
         if kind == "fixed":
             return Fixed(int(number) if number else None)
         if kind == "threshold":
-            return Scheduled(Threshold(float(number), scale), slots)
+            return Scheduled(Threshold(float(number), scale), slots, watched)
     except ValueError as error:
         raise ValueError(f"policy {name}: {error}") from error
     policies = {"prefix": Prefix, "capacity": Capacity, "columns": Columns, "auto": Auto}
@@ -137,7 +159,7 @@ def make_scheduler(
         )
     if costs is None:
         raise ValueError(f"policy {name} needs a cost table: measure one, or give a file")
-    return Scheduled(policies[kind](costs, scale), slots)
+    return Scheduled(policies[kind](costs, scale), slots, watched)
 
 
 def _context(requests: Sequence[Request]) -> float:

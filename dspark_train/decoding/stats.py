@@ -29,6 +29,15 @@ class Round:
     other: float
     overlap: list[float] | None = None
 
+    @property
+    def known(self) -> int:
+        """Leading drafts of which it is known whether the prefix up to them stands.
+
+        After a rejection that is all of them; where the text ended inside the block, nothing is
+        known of what came after the end.
+        """
+        return self.proposed if self.judged > self.accepted else self.accepted
+
 
 @dataclass
 class DecodingStats:

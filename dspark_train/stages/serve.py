@@ -89,7 +89,9 @@ def make_engine(config: Config) -> Engine:
     costs = None
     if s.policy.split(":")[0] not in ("fixed", "threshold"):
         costs = measured(engine, slots, s.cost_table, s.cost_seconds)
-    engine.scheduler = make_scheduler(s.policy, slots, costs, temperatures)
+    engine.scheduler = make_scheduler(
+        s.policy, slots, costs, temperatures, watch=temperatures is not None
+    )
     return engine
 
 

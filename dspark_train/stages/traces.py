@@ -81,7 +81,7 @@ def decode_traced(
                             logits=one.confidence,
                             overlap=one.overlap,
                             accepted=one.accepted,
-                            known=known(one),
+                            known=one.known,
                             context=context,
                             conversation=place,
                             domain=domain,
@@ -90,12 +90,3 @@ def decode_traced(
                     )
             bar.update(len(engine.take_finished()))
     return [one for rounds in traced for one in rounds]
-
-
-def known(round_: Round) -> int:
-    """Leading drafts of a round of which it is known whether the prefix up to them passed.
-
-    After a rejection that is all of them; where the text ended inside the block, nothing is known
-    of what came after the end.
-    """
-    return round_.proposed if round_.judged > round_.accepted else round_.accepted

@@ -11,7 +11,9 @@ from dspark_train.decoding.proposers import BlockProposer, LookupProposer, Propo
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.decoding.scheduler import Fixed, Scheduled, make_scheduler
+from dspark_train.decoding.stats import Round
 from dspark_train.decoding.survival import fill
+from tests.calibration.planted import planted_traces
 from tests.random_drafter import make_drafter
 from tests.test_exactness import TOLERANCE, greatest_error
 
@@ -105,3 +107,22 @@ def test_a_proposer_without_confidences_is_refused_where_they_are_needed(random_
     one.add([Request([1, 2, 1, 2, 1], SamplingSettings(), 9)])
     with pytest.raises(ValueError, match="policy prefix needs confidences"):
         one.step()
+
+
+@pytest.mark.parametrize("name", ["threshold:0.5", "prefix", "capacity", "columns"])
+def test_temperatures_follow_what_is_served(name, caplog) -> None:
+    """Confidences that promise too much: it is said, and the policy reads other temperatures."""
+    scheduler = make_scheduler(name, 3, FLAT, [1.0] * 3, watch=True)
+    traces = planted_traces([3.0] * 3, 3000, seed=4)
+    requests = [Request([1, 2], SamplingSettings(), 90) for _ in range(2)]
+    for logits, accepted in zip(traces.logits.tolist(), traces.accepted.tolist(), strict=True):
+        one = Round(3, accepted, min(accepted + 1, 3), accepted + 1, logits, 0.0, 0.0, 0.0)
+        scheduler.observe(requests, [one, one])
+    assert "calibration has drifted for served requests" in caplog.text
+    policy = scheduler.policy
+    read = policy.prefix.temperatures if name == "capacity" else policy.temperatures
+    assert read.tolist() == pytest.approx([3.0] * 3, rel=0.35)
+
+
+def test_nobody_watches_unasked() -> None:
+    assert make_scheduler("prefix", 3, FLAT).monitor is None
