@@ -101,6 +101,7 @@ class TrainConfig:
     One step reads `batch_documents` documents, packed into rows of at most `row_tokens` tokens (0:
     one document a row), with at most `anchors` blocks drawn from each. `loss_memory_mb` is the
     budget of the lean loss for logits; null takes the reference loss, which holds all of them.
+    `loss_kernel` is "plain" or "triton" (row kernels for CUDA, extra `triton`).
     `attention` is "two_part" (exact, any device), "flex" (FlexAttention, CUDA) or "auto" (flex on
     CUDA, two_part elsewhere); decoding takes two_part always.
     """
@@ -117,6 +118,7 @@ class TrainConfig:
     clip: float = 1.0
     precision: str = "bf16-mixed"
     loss_memory_mb: float | None = 128.0
+    loss_kernel: str = "plain"
     attention: str = "auto"
     validation: float = 0.02
     checkpoint_minutes: float = 10.0

@@ -11,6 +11,7 @@ from dspark_train.formats import FORMATS
 DTYPES = ("float32", "bfloat16", "float16")
 STORED = ("float32", "bfloat16", "fp8", "int8")
 MODES = ("offline", "online")
+KERNELS = ("plain", "triton")
 ATTENTION = ("auto", "two_part", "flex")
 STEP_SHAPES = ("smollm2_135m", "qwen3_4b")  # those of training/step_cost.py
 TURNS = ("last", "every", "given")
@@ -142,6 +143,7 @@ def _training(config: Config) -> Iterator[Check]:
     memory = n.loss_memory_mb
     expected = "a positive number, or null for the reference loss"
     yield memory is None or memory > 0, "train.loss_memory_mb", memory, expected
+    yield n.loss_kernel in KERNELS, "train.loss_kernel", n.loss_kernel, f"one of {KERNELS}"
     yield n.attention in ATTENTION, "train.attention", n.attention, f"one of {ATTENTION}"
     yield wandb in (None, "offline", "online"), "logger.wandb", wandb, "offline, online or null"
 

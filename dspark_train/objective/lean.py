@@ -27,12 +27,17 @@ def lean_loss(
     weights: ObjectiveWeights,
     *,
     memory_mb: float = 128.0,
+    kernel: str = "plain",
 ) -> LossTerms:
     """`reference_loss` without its memory; see there.
 
     Args:
         memory_mb: budget for what a chunk holds, draft and target together; one block is the
             least that a chunk can be.
+        kernel: of the row mathematics, "plain" or "triton".
+
+    Raises:
+        ValueError: the Triton kernel was asked for where it cannot be had.
     """
     blocks = states.supervised[:, 0].nonzero().squeeze(-1)
     blocks = blocks[states.target_rows[blocks, 0].argsort(stable=True)]
@@ -49,6 +54,7 @@ def lean_loss(
         label=pick(states.labels),
         head=head,
         weights=weights,
+        kernel=row_kernel(kernel),
         budget=memory_mb * 2**20,
         needs_gradient=torch.is_grad_enabled(),
     )
@@ -79,11 +85,30 @@ class _Blocks:
     label: torch.Tensor  # [n]
     head: TargetHead
     weights: ObjectiveWeights
+    kernel: type
     budget: float  # bytes
     needs_gradient: bool
 
     def rows(self, blocks: slice) -> slice:
         return slice(self.edges[blocks.start], self.edges[blocks.stop])
+
+
+def row_kernel(name: str) -> type:
+    """`PlainRows`, or the class that stands in for it.
+
+    Raises:
+        ValueError: triton is not installed.
+    """
+    if name == "plain":
+        return PlainRows
+    try:
+        from dspark_train.objective.triton_rows import TritonRows
+    except ImportError as error:
+        raise ValueError(
+            f"loss kernel {name} needs the package triton, which cannot be imported ({error}): "
+            "install dspark_train[triton], or take the plain one"
+        ) from error
+    return TritonRows
 
 
 class _Sweep(torch.autograd.Function):
@@ -104,7 +129,7 @@ class _Sweep(torch.autograd.Function):
         if torch.is_autocast_enabled(kind):
             low = torch.get_autocast_dtype(kind)
         wide = torch.promote_types(low, torch.float32)
-        kernel = PlainRows(work.weights, wide)
+        kernel = work.kernel(work.weights, wide)
         n, capped = len(hidden), head.soft_cap is not None
         low_w2 = None if w2 is None else w2.to(low)
         grads: list[torch.Tensor | None] = [

@@ -77,8 +77,10 @@ class DrafterTraining(LightningModule):
         w2 = None if markov is None else markov.markov_w2.weight
         if self.settings.loss_memory_mb is None:
             return reference_loss(states, self.loss_head, w2, self.objective)
-        memory = self.settings.loss_memory_mb
-        return lean_loss(states, self.loss_head, w2, self.objective, memory_mb=memory)
+        memory, kernel = self.settings.loss_memory_mb, self.settings.loss_kernel
+        return lean_loss(
+            states, self.loss_head, w2, self.objective, memory_mb=memory, kernel=kernel
+        )
 
     def _loss(self, terms: LossTerms) -> torch.Tensor:
         # ranks average their gradients, so each divides by the mean of the ranks' weights
