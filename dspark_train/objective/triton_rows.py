@@ -28,17 +28,18 @@ class TargetLogits:
 @triton.jit
 def _sums(row, V, BLOCK: tl.constexpr):  # noqa: N803
     """Top logit, Σ exp(logit - top), and Σ softmax · (logit - top) of a row."""
-    top, total, mean = -float("inf"), 0.0, 0.0
+    top, total, mean = -1e30, 0.0, 0.0
     for start in range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(row + at, mask=at < V, other=-float("inf")).to(tl.float32)
+        x = tl.load(row + at, mask=at < V, other=-1e30).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 0))
         # what was summed so far below the old top, now below the new one
         shrink = tl.exp(top - higher)
-        mean = tl.where(total > 0, (mean + total * (top - higher)) * shrink, 0.0)
-        e = tl.exp(x - higher)
+        mean = (mean + total * (top - higher)) * shrink
+        below = x - higher
+        e = tl.exp(below)
         total = total * shrink + tl.sum(e, 0)
-        mean += tl.sum(tl.where(at < V, e * (x - higher), 0.0), 0)
+        mean += tl.sum(e * below, 0)
         top = higher
     return top, total, mean / total
 
