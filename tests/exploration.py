@@ -4,6 +4,7 @@ Every piece of every decision is followed and weighted by its measure, see `open
 """
 
 import math
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -69,7 +70,7 @@ class _Exploration:
 
     def _from(self, act: Callable[[], object], bounds: Bounds, weight: float) -> None:
         """Follow everything that `act` may do, then everything after it."""
-        before = len(self.request.tokens)
+        before, memory = len(self.request.tokens), pickle.dumps(self.engine.scheduler)
         explorer, request = self.explorer, self.request
         explorer.committed = before
         children: dict[tuple, dict[tuple, list]] = defaultdict(dict)
@@ -87,12 +88,13 @@ class _Exploration:
                 if k[0] >= len(tokens) and k[1] != "propose"  # its anchor has passed
             }
             ended = request.finish_reason is not None
-            group = children[tokens, ended, tuple(sorted(live))]
+            remembers = pickle.dumps(self.engine.scheduler)
+            group = children[tokens, ended, tuple(sorted(live)), remembers]
             state = group.setdefault(tuple(sorted(live.items())), [0.0, list(explorer.script)])
             state[0] += explorer.weight
             script = explorer.next_script()
-            self._back(before)
-        for (tokens, ended, _), group in children.items():
+            self._back(before, memory)
+        for (tokens, ended, *_), group in children.items():
             for live, share, path in _merged(group):
                 if ended:
                     new = tokens[request.prompt_length :]
@@ -103,7 +105,7 @@ class _Exploration:
                     act()  # for real, so that the caches are those of this history
                     assert tuple(request.tokens) == tokens
                     self._from(self._round, dict(live), weight * share)
-                    self._back(before)
+                    self._back(before, memory)
 
     def _start(self) -> None:
         for left in tuple(self.engine.requests):
@@ -146,9 +148,10 @@ class _Exploration:
                 stack.enter_context(patch)
             yield
 
-    def _back(self, length: int) -> None:
-        """Return request and caches to `length` committed tokens."""
+    def _back(self, length: int, memory: bytes) -> None:
+        """Return request and caches to `length` committed tokens, the scheduler to its memory."""
         engine, request = self.engine, self.request
+        engine.scheduler = pickle.loads(memory)
         del request.tokens[length:]
         request.finish_reason = None
         if length == request.prompt_length:

@@ -1,5 +1,7 @@
 """Policies as schedulers of the engine: named, given what they need, and exact by enumeration."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from dspark_train.decoding.scheduler import Fixed, Scheduled, make_scheduler
 from dspark_train.decoding.stats import Round
 from dspark_train.decoding.survival import fill
 from tests.calibration.planted import planted_traces
+from tests.open_numbers import Open
 from tests.random_drafter import make_drafter
 from tests.test_exactness import TOLERANCE, greatest_error
 
@@ -30,15 +33,15 @@ class Retrospective(Prefix):
         return fill(live, ranking, int(self.theta(ranking, drafts).argmax()))
 
 
-def engine(random_target, policy) -> Engine:
+def engine(random_target, policy, slots: int = 2, vocab_size: int = 4) -> Engine:
     """Drafts with confidences that change sign with the token before."""
-    target = random_target(vocab_size=4, num_layers=2)
-    drafter = make_drafter(target, 2, True, "vanilla")
+    target = random_target(vocab_size=vocab_size, num_layers=2)
+    drafter = make_drafter(target, slots, True, "vanilla")
     weight = drafter.confidence_head.proj.weight.data
     weight[:, : target.hidden_size] = 0
     weight[:, target.hidden_size :] *= 50
-    proposer = BlockProposer(drafter, target.head, 4)
-    return Engine(target, proposer, 4, scheduler=Scheduled(policy, 2))
+    proposer = BlockProposer(drafter, target.head, vocab_size)
+    return Engine(target, proposer, vocab_size, scheduler=Scheduled(policy, slots))
 
 
 @pytest.mark.parametrize("sampler", [SamplingSettings(1.0), SamplingSettings(0.7, top_k=3)])
@@ -50,6 +53,32 @@ def test_the_engine_is_lossless_under_policies_without_memory(random_target, pol
 def test_the_engine_under_an_unlawful_policy_is_found(random_target):
     unlawful = Retrospective(VALLEY, ONES)
     assert greatest_error(engine(random_target, unlawful), SamplingSettings(1.0)) > 1e-3
+
+
+# all three drafts or none, by how sure the last one of an earlier round was
+STEEP = CostTable.from_steps_per_second((1, 0.5, 0.33, 0.32))
+REMEMBERING = {
+    "capacity": lambda: Capacity(STEEP, [1.0] * 3, lag=1),
+    "columns": lambda: Columns(STEEP, [1.0] * 3),
+    "auto": lambda: Auto(STEEP, [1.0] * 3, lag=1),
+}
+
+
+@pytest.mark.parametrize("policy", REMEMBERING)
+def test_the_engine_is_lossless_under_policies_with_memory(random_target, policy):
+    one = engine(random_target, REMEMBERING[policy](), 3, 2)
+    assert greatest_error(one, SamplingSettings(1.0), 5, [1, 0]) < TOLERANCE
+
+
+def test_memory_is_unlawful_where_drafts_share_their_numbers(random_target):
+    """What was drafted and discarded comes again in its place: old confidences look ahead."""
+    one = engine(random_target, REMEMBERING["capacity"](), 3, 2)
+    shared = mock.patch(
+        "tests.open_numbers.Explorer.proposing",
+        lambda self, position, anchor: Open((position, "drafted")),
+    )
+    with shared:
+        assert greatest_error(one, SamplingSettings(1.0), 5, [1, 0]) > 1e-3
 
 
 @pytest.mark.parametrize(
