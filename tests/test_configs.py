@@ -71,7 +71,8 @@ def test_every_key_can_be_overridden() -> None:
 
 
 def test_every_key_checks_its_type_and_all_are_named() -> None:
-    default, null_lists = configured(), ("capture.taps", "drafter.layer_types")
+    default = configured()
+    null_lists = ("capture.taps", "drafter.layer_types", "prompts.categories")
 
     def wrong(key: str) -> str:
         listed = isinstance(value(default, key), dict | list) or key in null_lists
