@@ -36,7 +36,7 @@ class TargetConfig:
     revision: str | None = None
     dtype: str = "bfloat16"
     device: str = "auto"
-    attn_implementation: str = "sdpa"
+    attn_implementation: str = "auto"
     pack: bool = True
     cache_dir: str | None = None
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
@@ -53,7 +54,9 @@ def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> 
     mask = default_mask_token(target) if d.mask_token_id is None else d.mask_token_id
     return DrafterConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=d.intermediate_size or like.intermediate_size,
+        intermediate_size=d.intermediate_size
+        or getattr(like, "intermediate_size", None)
+        or 4 * target.hidden_size,
         num_hidden_layers=d.num_hidden_layers,
         num_attention_heads=heads,
         num_key_value_heads=d.num_key_value_heads
@@ -65,8 +68,7 @@ def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> 
         # are the target's affair, its features already carry what they encode
         rope_parameters={
             "rope_type": "default",
-            "rope_theta": d.rope_theta
-            or (getattr(like, "rope_parameters", None) or {}).get("rope_theta", 10_000.0),
+            "rope_theta": d.rope_theta or _rope_base(like),
         },
         max_position_embeddings=target.max_positions,
         vocab_size=target.vocab_size,
@@ -87,6 +89,12 @@ def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> 
         layer_types=d.layer_types,
         target={**facts["target"], "head": target.head.facts},
     )
+
+
+def _rope_base(like: PretrainedConfig) -> float:
+    """Base of the target's rotary embedding, of its full layers where it has several kinds."""
+    rope = getattr(like, "rope_parameters", None) or {}
+    return rope.get("full_attention", rope).get("rope_theta", 10_000.0)
 
 
 def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:

@@ -62,6 +62,10 @@ def load_model(
     except LOADING_ERRORS as error:
         raise ValueError(_explain(name, source, error)) from error
     refuse_unsupported(name, config)
+    if attn_implementation == "auto":
+        # capped scores and sinks are beyond SDPA, and their families say so
+        family = AutoModelForCausalLM._model_mapping.get(type(config), None)
+        attn_implementation = "sdpa" if getattr(family, "_supports_sdpa", True) else "eager"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source,

@@ -95,7 +95,7 @@ class Target:
         revision: str | None = None,
         dtype: str = "bfloat16",
         device: str = "cpu",
-        attn_implementation: str = "sdpa",
+        attn_implementation: str = "auto",
         cache_dir: str | Path | None = None,
         pack: bool = True,
     ) -> "Target":
@@ -107,7 +107,8 @@ class Target:
             revision: branch, tag or commit on the hub.
             dtype: of the weights, by torch's name.
             device: torch device.
-            attn_implementation: transformers' name of the attention kernel.
+            attn_implementation: transformers' name of the attention kernel; "auto": sdpa, or
+                eager for families that sdpa cannot compute.
             cache_dir: where converted package weights are kept; default `$DSPARK_CACHE`, then
                 `~/.cache/dspark_train`.
             pack: lay out bfloat16 weights on a CPU for fast short passes, see `Target.pack`.
