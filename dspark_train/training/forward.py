@@ -16,7 +16,10 @@ from dspark_train.target.head import TargetHead
 def block_hidden(drafter: Drafter, head: TargetHead, batch: Batch) -> torch.Tensor:
     """Hidden states `[B, A, P, D]` of the proposing slots of every block."""
     slots = drafter.slots
-    context = drafter.context_kv(batch.features, batch.positions)
+    features = batch.features
+    if not torch.is_autocast_enabled(features.device.type):
+        features = features.to(next(drafter.parameters()).dtype)  # a store may be coarser
+    context = drafter.context_kv(features, batch.positions)
     tokens = slots.inputs(batch.input_ids.gather(1, batch.anchors), drafter.config.mask_token_id)
     hidden = drafter.backbone(
         head.embed(tokens),

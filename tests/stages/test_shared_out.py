@@ -1,0 +1,161 @@
+"""Rollout and capture on several processes, and killed at any moment: always the same bytes."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dspark_train.artifacts import Artifact
+from dspark_train.stages.rollout import responses
+from tests.processes import finish, start
+from tests.tiny_pipeline import arguments
+
+SMALL = ("rollout.shard_prompts=6", "capture.num_taps=5", "rollout.max_new_tokens=24")
+KILLS = 20
+
+
+def command(target: Path, prompts: Path, run: Path, *given: str) -> list[str]:
+    return [sys.executable, "-m", "dspark_train", *arguments(target, prompts, run, *SMALL, *given)]
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """Bytes of everything that rollout and capture left; of manifests all but the seconds."""
+    found = {}
+    for path in sorted(path for path in run.rglob("*") if path.is_file()):
+        name = path.relative_to(run).as_posix()
+        found[name] = path.read_bytes()
+        if path.name == "manifest.json":
+            manifest = json.loads(found[name])
+            del manifest["seconds"], manifest["manifest_sha256"]
+            found[name] = json.dumps(manifest).encode()
+    return found
+
+
+def long_prompts(path: Path) -> Path:
+    """More prompts, so that shards of one megabyte are several."""
+    from tests.tiny_pipeline import write_prompts
+
+    return write_prompts(path, 400)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return long_prompts(tmp_path_factory.mktemp("many") / "prompts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tiny_target_folder: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run by one process that nobody interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    given = command(tiny_target_folder, prompts, run, "stages=[rollout,capture]", *SHARDS)
+    subprocess.run(given, check=True, capture_output=True)
+    return run
+
+
+SHARDS = ("capture.shard_mb=1", "rollout.shard_prompts=40")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_any_number_of_processes_leaves_the_same_bytes(
+    tiny_target_folder: Path, prompts: Path, tmp_path: Path, whole: Path, count: int
+) -> None:
+    """Disjoint, complete, and the same whatever the number of processes."""
+    run = tmp_path / "run"
+    given = command(tiny_target_folder, prompts, run, "stages=[rollout,capture]", *SHARDS)
+    ended = finish(start(given, count))
+    assert [status for status, _ in ended] == [0] * count, ended
+    assert contents(run) == contents(whole)
+    rollout = Artifact.open(run / "rollout")
+    rows = [(r["id"], r["sample"]) for r in responses(run / "rollout", rollout.facts["shards"])]
+    assert len(rows) == len(set(rows)) == rollout.counts["splits"]["train"]
+    assert Artifact.open(run / "capture").counts["shards"] >= 3
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_fails_the_stage_which_then_resumes(
+    tiny_target_folder: Path, prompts: Path, tmp_path: Path, whole: Path
+) -> None:
+    """Rank 1 is killed; rank 0 does not finish without it. Another number of processes goes on."""
+    run = tmp_path / "run"
+    given = command(tiny_target_folder, prompts, run, "stages=[rollout,capture]", *SHARDS)
+    processes = start(given, 2)
+    while not list(run.glob("rollout/rollouts-*.jsonl")):
+        assert processes[0].poll() is None
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGKILL)
+    (first, said), _ = finish(processes)
+    assert first != 0, said
+    assert "one of them has ended" in said
+    assert not (run / "rollout" / "manifest.json").exists()
+    ended = finish(start(given, 3))
+    assert [status for status, _ in ended] == [0, 0, 0], ended
+    assert contents(run) == contents(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["rollout", "capture"])
+def test_kill_9_at_twenty_moments(
+    tiny_target_folder: Path, prompts: Path, tmp_path: Path, whole: Path, stage: str
+) -> None:
+    """Killed at random moments of its work, again and again, it ends with the bytes of a whole run.
+
+    Between being killed and going on, nothing is cleaned up. A fork that has loaded everything
+    stands for the new process, so that moments fall into the stage and not into imports.
+    """
+    run = tmp_path / "run"
+    if stage == "capture":
+        shutil.copytree(whole / "rollout", run / "rollout")
+    given = command(tiny_target_folder, prompts, run, f"stages=[{stage}]", *SHARDS)
+    dice, killed, hits = random.Random(stage), 0, 0
+    seconds = Artifact.open(whole / stage).seconds
+    while killed < KILLS:
+        child = fork_main(given[3:], run.parent / "out.log")
+        time.sleep(dice.uniform(0.0, 0.8 * seconds))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):  # it was faster: another run of the same bytes, from anew
+            assert os.WEXITSTATUS(status) == 0, (run.parent / "out.log").read_text()
+            assert contents_of(run, stage) == contents_of(whole, stage)
+            shutil.rmtree(run / stage)
+            continue
+        killed += 1
+        hits += (run / stage / "unfinished.json").exists()
+    assert hits > KILLS // 4  # the moments were in the middle of the work
+    subprocess.run(given, check=True, capture_output=True)
+    assert contents_of(run, stage) == contents_of(whole, stage)
+
+
+def contents_of(run: Path, stage: str) -> dict[str, bytes]:
+    return {n: c for n, c in contents(run).items() if n.startswith(f"{stage}/")}
+
+
+def fork_main(given: list[str], log: Path) -> int:
+    """Run the command line in a fork of this process; its number."""
+    from dspark_train.__main__ import main
+
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            sys.argv = ["dspark_train", *given]
+            main()
+            status = 0
+    except SystemExit as error:
+        print(error)
+        status = 1
+    finally:
+        os._exit(status)
