@@ -15,14 +15,19 @@ import pytest
 from dspark_train.artifacts import Artifact
 from dspark_train.stages.rollout import responses
 from tests.processes import finish, start
-from tests.tiny_pipeline import arguments
+from tests.tiny_pipeline import arguments, write_prompts
 
-SMALL = ("rollout.shard_prompts=6", "capture.num_taps=5", "rollout.max_new_tokens=24")
+SHARDS = (
+    "capture.num_taps=3",
+    "capture.shard_mb=1",
+    "rollout.shard_prompts=40",
+    "rollout.max_new_tokens=24",
+)
 KILLS = 20
 
 
 def command(target: Path, prompts: Path, run: Path, *given: str) -> list[str]:
-    return [sys.executable, "-m", "dspark_train", *arguments(target, prompts, run, *SMALL, *given)]
+    return [sys.executable, "-m", "dspark_train", *arguments(target, prompts, run, *SHARDS, *given)]
 
 
 def contents(run: Path) -> dict[str, bytes]:
@@ -38,16 +43,10 @@ def contents(run: Path) -> dict[str, bytes]:
     return found
 
 
-def long_prompts(path: Path) -> Path:
-    """More prompts, so that shards of one megabyte are several."""
-    from tests.tiny_pipeline import write_prompts
-
-    return write_prompts(path, 400)
-
-
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return long_prompts(tmp_path_factory.mktemp("many") / "prompts.jsonl")
+    """Enough of them for several shards of a megabyte."""
+    return write_prompts(tmp_path_factory.mktemp("many") / "prompts.jsonl", 400)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +55,9 @@ def whole(
 ) -> Path:
     """A run by one process that nobody interrupted."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    given = command(tiny_target_folder, prompts, run, "stages=[rollout,capture]", *SHARDS)
+    given = command(tiny_target_folder, prompts, run, "stages=[rollout,capture]")
     subprocess.run(given, check=True, capture_output=True)
     return run
-
-
-SHARDS = ("capture.shard_mb=1", "rollout.shard_prompts=40")
 
 
 @pytest.mark.slow
@@ -71,7 +67,7 @@ def test_any_number_of_processes_leaves_the_same_bytes(
 ) -> None:
     """Disjoint, complete, and the same whatever the number of processes."""
     run = tmp_path / "run"
-    given = command(tiny_target_folder, prompts, run, "stages=[rollout,capture]", *SHARDS)
+    given = command(tiny_target_folder, prompts, run, "stages=[rollout,capture]")
     ended = finish(start(given, count))
     assert [status for status, _ in ended] == [0] * count, ended
     assert contents(run) == contents(whole)
@@ -87,7 +83,7 @@ def test_a_process_that_dies_fails_the_stage_which_then_resumes(
 ) -> None:
     """Rank 1 is killed; rank 0 does not finish without it. Another number of processes goes on."""
     run = tmp_path / "run"
-    given = command(tiny_target_folder, prompts, run, "stages=[rollout,capture]", *SHARDS)
+    given = command(tiny_target_folder, prompts, run, "stages=[rollout,capture]")
     processes = start(given, 2)
     while not list(run.glob("rollout/rollouts-*.jsonl")):
         assert processes[0].poll() is None
@@ -115,7 +111,7 @@ def test_kill_9_at_twenty_moments(
     run = tmp_path / "run"
     if stage == "capture":
         shutil.copytree(whole / "rollout", run / "rollout")
-    given = command(tiny_target_folder, prompts, run, f"stages=[{stage}]", *SHARDS)
+    given = command(tiny_target_folder, prompts, run, f"stages=[{stage}]")
     dice, killed, hits = random.Random(stage), 0, 0
     seconds = Artifact.open(whole / stage).seconds
     while killed < KILLS:
