@@ -27,7 +27,7 @@ class RolloutConfig:
 
     `turns`: "last" answers the last turn of a conversation, "every" all of them one by one, "given"
     none (the source's own answers are learnt from). With `checkpoint`, a drafter of this target
-    answers with it, one request at a time; with `endpoint.url`, a server answers.
+    drafts the answers; with `endpoint.url`, a server answers.
     """
 
     turns: str = "last"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from dspark_train.decoding.engine import Engine
-from dspark_train.decoding.proposers import PlainProposer
+from dspark_train.decoding.proposers import PlainProposer, Proposer
 from dspark_train.decoding.request import FinishReason, Request
 from dspark_train.decoding.sampling import SamplingSettings, usable_vocabulary
 from dspark_train.decoding.stats import DecodingStats
@@ -69,9 +69,10 @@ def generate_batch(
     max_new_tokens: int,
     eos_ids: Sequence[int],
     seeds: Sequence[int],
+    proposer: Proposer | None = None,
     progress: Callable[[int, Sampled], None] | None = None,
 ) -> list[Sampled]:
-    """Sample one continuation per prompt, without drafts.
+    """Sample one continuation per prompt.
 
     A prompt's output depends on its own ids, its seed and the settings: a single request with the
     same seed gives the same tokens, up to what batching does to floating point.
@@ -84,6 +85,8 @@ def generate_batch(
         max_new_tokens: per prompt; the context may end it earlier.
         eos_ids: ids that end a response; may be empty.
         seeds: one per prompt.
+        proposer: drafts ahead, over the target's usable vocabulary; without one nothing does. The
+            distribution is the same.
         progress: called with (index, output) as each prompt finishes.
 
     Returns:
@@ -94,7 +97,8 @@ def generate_batch(
     """
     _check(target, prompts, slots, max_new_tokens, seeds)
     vocabulary = usable_vocabulary(target.tokenizer, target.vocab_size)
-    engine = Engine(target, PlainProposer(), vocabulary, rows=min(slots, max(len(prompts), 1)))
+    rows = min(slots, max(len(prompts), 1))
+    engine = Engine(target, proposer or PlainProposer(), vocabulary, rows=rows)
     requests = [
         Request(
             list(prompt),

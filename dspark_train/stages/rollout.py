@@ -21,11 +21,11 @@ from tqdm import tqdm
 from dspark_train import ranks
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
-from dspark_train.data.answers import Answers, DrafterAnswers, TargetAnswers
+from dspark_train.data.answers import Answers, TargetAnswers
 from dspark_train.data.conversation import answer_all
 from dspark_train.data.encode import encode_prompts, given_rows
 from dspark_train.data.endpoint import EndpointAnswers
-from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.decoding.loading import load_proposer
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.disk import check_space, nearest_folder, sha256_file, write_atomically
 from dspark_train.stages.stage import Outcome, said
@@ -119,7 +119,7 @@ def make_answers(config: Config, target: Target) -> Answers:
     """Who answers, as configured.
 
     Raises:
-        ValueError: penalties, which only a server applies, or a drafter of another target.
+        ValueError: a drafter of another target.
     """
     r, e = config.rollout, config.endpoint
     penalties = {key: getattr(r, key) for key, off in PENALTIES.items() if getattr(r, key) != off}
@@ -128,16 +128,13 @@ def make_answers(config: Config, target: Target) -> Answers:
         # what is off is not sent: top_k and others are additions to OpenAI's protocol
         sampling = {"temperature": r.temperature, "top_p": r.top_p, **filters, **penalties}
         return EndpointAnswers(e, target, sampling, max_new_tokens=r.max_new_tokens)
-    if penalties:
-        raise ValueError(
-            f"rollout.{'/'.join(penalties)}={'/'.join(map(str, penalties.values()))}: rollouts "
-            "with penalties need a server, see endpoint.url; or switch them off"
-        )
-    sampling = SamplingSettings(r.temperature, r.top_k, r.top_p, r.min_p)
-    if r.checkpoint:
-        decoder = SpeculativeDecoder.from_pretrained(r.checkpoint, target)
-        return DrafterAnswers(decoder, sampling, max_new_tokens=r.max_new_tokens)
-    return TargetAnswers(target, sampling, slots=r.batch_size, max_new_tokens=r.max_new_tokens)
+    return TargetAnswers(
+        target,
+        SamplingSettings(r.temperature, r.top_k, r.top_p, r.min_p, **penalties),
+        slots=r.batch_size,
+        max_new_tokens=r.max_new_tokens,
+        proposer=load_proposer("drafter", r.checkpoint, target) if r.checkpoint else None,
+    )
 
 
 def outcome(

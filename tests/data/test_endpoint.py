@@ -223,7 +223,6 @@ def test_a_rollout_by_a_server_that_fails_and_comes_back(
         (["endpoint.url=http://127.0.0.1:1/v1"], "endpoint.model=None: expected the name"),
         (["endpoint.url=http://a/v1", "endpoint.model=m", "rollout.checkpoint=x"], "one of them"),
         (["endpoint.concurrency=0"], "endpoint.concurrency=0"),
-        (["rollout.presence_penalty=0.5"], "rollout.presence_penalty=0.5: rollouts with penalties"),
     ],
 )
 def test_settings_that_contradict_each_other(tiny_run: Run, given: list[str], message: str) -> None:

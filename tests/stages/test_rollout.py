@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dspark_train.artifacts import Artifact
 from dspark_train.stages.rollout import responses
+from dspark_train.target import Target
 from tests.tiny_pipeline import Run
 
 READ = """
@@ -30,18 +32,42 @@ def rows_of(run: Path) -> list[dict]:
     return list(responses(artifact.directory, artifact.facts["shards"]))
 
 
-def test_a_drafter_changes_nothing_but_the_speed(tiny_run_finished: Run, tmp_path: Path) -> None:
-    """Greedy in float32: the same answers; and the calls of the target show that it was used."""
-    greedy = ("stages=[rollout]", "rollout.temperature=0", "prompts.limit=12")
-    assert tiny_run_finished(*greedy).status == 0
-    plain = rows_of(tmp_path / "run")
+def test_a_drafter_changes_nothing_but_the_number_of_passes(
+    tiny_run_finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy in float32: the same answers, by fewer passes of the target."""
+    passes, forward = [], Target.forward
+
+    def counted(*given: Any, **more: Any) -> Any:
+        passes[-1] += 1
+        return forward(*given, **more)
+
+    monkeypatch.setattr(Target, "forward", counted)
     checkpoint = tmp_path / "run" / "export" / "checkpoint"
-    ended = tiny_run_finished(*greedy, f"rollout.checkpoint={checkpoint}")
-    assert ended.status == 0, ended
+    greedy = ("stages=[rollout]", "rollout.temperature=0", "prompts.limit=12")
+    answers = []
+    for given in ((), (f"rollout.checkpoint={checkpoint}",)):
+        passes.append(0)
+        ended = tiny_run_finished(*greedy, *given)
+        assert ended.status == 0, ended
+        answers.append(rows_of(tmp_path / "run"))
+    assert answers[0] == answers[1]
+    assert any(row["finish_reason"] == "stop" for row in answers[0])
+    assert 0 < passes[1] < passes[0]
     artifact = Artifact.open(tmp_path / "run" / "rollout")
     assert artifact.settings["rollout"]["checkpoint"] == str(checkpoint)
-    assert rows_of(tmp_path / "run") == plain
-    assert any(row["finish_reason"] == "stop" for row in plain)
+
+
+def test_penalties_are_recorded_and_applied(tiny_run: Run, tmp_path: Path) -> None:
+    """A presence penalty as large as this lets no token of an answer come twice."""
+    for given in ("0", "1000"):
+        greedy = ("rollout.temperature=0", f"rollout.presence_penalty={given}", "prompts.limit=6")
+        assert tiny_run("stages=[rollout]", *greedy).status == 0
+        artifact = Artifact.open(tmp_path / "run" / "rollout")
+        assert artifact.settings["rollout"]["presence_penalty"] == float(given)
+        answers = [row["response"] for row in rows_of(tmp_path / "run")]
+        repeats = sum(len(answer) - len(set(answer)) for answer in answers)
+        assert (repeats == 0) == (given == "1000")
 
 
 @pytest.mark.slow
