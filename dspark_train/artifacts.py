@@ -171,8 +171,9 @@ class ArtifactWriter:
             self.begin()
             self._files = {name: entry for name, entry in self._files.items() if self.has(name)}
             self._save_marker()  # with what an earlier run's other processes have left
-            for path in self.directory.glob(OTHERS):
-                path.unlink()
+            # what was being written when a process was killed, and what is in our own notes now
+            for path in (*self.directory.glob(".*.tmp"), *self.directory.glob(OTHERS)):
+                path.unlink() if path.is_file() else shutil.rmtree(path)
         ranks.wait()
         self._files, self._begun = self._noted(), True
 

@@ -8,7 +8,6 @@ continues with the next one and ends with the same tokens.
 
 import hashlib
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -103,15 +102,18 @@ def prepare(config: Config, target: Target, writer: ArtifactWriter) -> dict[str,
     counted = writer.scratch / COUNTS
     if writer.has(PROMPTS) and counted.is_file():
         return json.loads(counted.read_text())
-    place, r = nearest_folder(writer.directory.parent), config.rollout
-    with tempfile.TemporaryDirectory(prefix=".prompts-", dir=place) as temporary:
-        encoded = Path(temporary) / PROMPTS
+    r, run = config.rollout, writer.directory.parent
+    # beside the run: what is in its folder stays until the prompts are known to be usable
+    encoded = nearest_folder(run) / f".{run.name}-{PROMPTS}.tmp"
+    try:
         counts = encode_prompts(config.prompts, r.turns, target, encoded)
         answers = counts["splits"]["train"] * r.samples_per_prompt
         check_space(writer.directory, answers * r.max_new_tokens * BYTES_PER_TOKEN, "the rollout")
         writer.begin()
         write_atomically(counted, json.dumps(counts).encode())
-        writer.write(PROMPTS, lambda path: encoded.replace(path) and None)
+        writer.write(PROMPTS, encoded.replace)
+    finally:
+        encoded.unlink(missing_ok=True)
     return counts
 
 
