@@ -142,7 +142,9 @@ class _Sweep(torch.autograd.Function):
 
         # draft and target logits, the target's distribution, and uncapped logits beside capped ones
         row_bytes = V * (low.itemsize * (3 if capped else 2) + kernel.target_bytes())
-        per_chunk = max(1, int(work.budget / (row_bytes * P)))
+        most = max(1, int(work.budget / (row_bytes * P)))
+        # chunks of one size: each reads the whole head, which a small last one would not pay for
+        per_chunk = -(-num_blocks // max(1, -(-num_blocks // most)))
         at_once = kernel.rows_at_once(hidden.device, V)
         per_part = None if at_once is None else max(1, at_once // P)
         for chunk in split(0, num_blocks, per_chunk):

@@ -198,13 +198,13 @@ class PeakMemory:
 
 
 def keep_to_free_memory() -> None:
-    """An allocation beyond what is free fails in this process, so that no other one is killed."""
+    """More than nine tenths of what is free fails here, so that no other process is killed."""
     info = Path("/proc/meminfo")
     if not info.exists():
         return
     (free,) = (line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
     (size,) = Path("/proc/self/statm").read_text().split()[:1]
-    limit = int(size) * resource.getpagesize() + int(free.split()[1]) * 1024
+    limit = int(size) * resource.getpagesize() + int(free.split()[1]) * 1024 * 9 // 10
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
