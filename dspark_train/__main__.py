@@ -1,10 +1,13 @@
 """`python -m dspark_train [experiment=NAME] [stages=[…]] [key=value …]`."""
 
 import os
+import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import hydra
@@ -22,6 +25,8 @@ CONFIGS = next(
     for folder in (Path(__file__).parent.parent / "configs", Path(__file__).parent / "configs")
     if folder.is_dir()
 )
+# numbers the job of a sweep to processes that it starts
+JOB = "DSPARK_JOB"
 GROUPS = tuple(group.name for group in fields(Config) if is_dataclass(group.type))
 
 # all keys with their defaults, so that YAML and command line hold only what differs
@@ -83,8 +88,30 @@ def compose() -> list[tuple[DictConfig, list[str]]]:
         composed.append((settings, list(HydraConfig.get().overrides.task)))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors on instead of printing them
-    keep()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["DSPARK_SWEEP"] = folder  # a sweep leaves a file, which nobody reads
+        keep()
     return composed
+
+
+def refuse_shared_folders(configs: list[Config]) -> None:
+    """Refuse a sweep whose jobs would undo each other's work.
+
+    Raises:
+        ValueError: two jobs have the same folder.
+    """
+    for number, config in enumerate(configs):
+        before = [other.run_dir for other in configs[:number]]
+        if config.run_dir in before:
+            raise ValueError(
+                f"jobs {before.index(config.run_dir)} and {number} of this sweep share "
+                f"run_dir={config.run_dir}: name them by what differs, like 'name=lr-${{train.lr}}'"
+            )
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends a run as Ctrl-C does."""
+    raise KeyboardInterrupt
 
 
 def main() -> None:
@@ -94,14 +121,21 @@ def main() -> None:
     said by the one to which it happens.
     """
     rank, running = int(os.environ.get("RANK", 0)), False
+    asked_to_end = signal.signal(signal.SIGTERM, interrupt)
     try:
-        for settings, overrides in compose():
-            running = False
-            config = typed(settings)
-            from dspark_train.pipeline import run  # after the settings are known to be right
+        jobs = compose()
+        configs = [typed(settings) for settings, _ in jobs]
+        refuse_shared_folders(configs)
+        from dspark_train import pipeline  # after the settings are known to be right
 
-            running = True
-            run(config, [item.split("=")[0].lstrip("+~") for item in overrides])
+        running = True
+        if helped := os.environ.get(pipeline.STAGE):
+            # Lightning started this process for one stage of one job, with the same command line
+            pipeline.work(configs[int(os.environ[JOB])], helped)
+            return
+        for number, (config, (_, overrides)) in enumerate(zip(configs, jobs, strict=True)):
+            os.environ[JOB] = str(number)
+            pipeline.run(config, [item.split("=")[0].lstrip("+~") for item in overrides])
     except (HydraException, OmegaConfBaseException) as error:
         lines = [first_line(part) for part in (error, error.__cause__) if part is not None]
         if options := getattr(error, "options", None):
@@ -118,6 +152,8 @@ def main() -> None:
                 file=sys.stderr,
             )
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, asked_to_end)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+LOCK = ".lock"
 # no space, over quota, file larger than allowed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -36,6 +38,35 @@ def full_disk_explained(path: Path) -> Iterator[None]:
                 "the same command again to continue"
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Keep a directory to this process; the operating system lets go of it when the process ends.
+
+    Raises:
+        ValueError: another process has it, whose number is named.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOCK
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise ValueError(
+                f"{directory} is being worked on by another run (process {lock.read().strip()}): "
+                "wait for it, or give this one a folder of its own with name=… or run_dir=…"
+            ) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        try:
+            yield
+        finally:
+            if os.listdir(directory) == [LOCK]:  # nothing was written: nothing is left
+                path.unlink()
+                directory.rmdir()
 
 
 def commit(temporary: Path, path: Path) -> None:

@@ -1,8 +1,10 @@
 """Runs stages in order, and skips those whose inputs and settings have not changed."""
 
 import importlib
+import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from dspark_train import ranks
 from dspark_train.artifacts import Artifact, ArtifactWriter, fingerprint, recorded_settings
 from dspark_train.aside import bring_back, finished
 from dspark_train.config import Config
-from dspark_train.disk import full_disk_explained
+from dspark_train.disk import exclusive, full_disk_explained
 from dspark_train.formats import load_config
 from dspark_train.noise import silence_libraries
 from dspark_train.stages.stage import Stage
@@ -27,6 +29,8 @@ STAGES = (
     "bench_training",
     "bench_serving",
 )
+# names the stage at work to processes that it starts
+STAGE = "DSPARK_STAGE"
 COMMANDS = ("convert", "generate", "serve", "verify")  # leave no artifact
 
 
@@ -47,11 +51,13 @@ def run(config: Config, given: Sequence[str] = ()) -> None:
     if not config.stages:
         raise ValueError(f"stages=[] asks for nothing: expected some of {list(known)}")
     refuse_contradictions(config, given)
-    for name in (name for name in STAGES if name in config.stages):
-        if name != "capture" or not config.capture.plan:
-            run_stage(config, name)
-        elif ranks.first():
-            load("plan").run(config)
+    stages = [name for name in STAGES if name in config.stages]
+    with exclusive(Path(config.run_dir)) if stages and ranks.first() else nullcontext():
+        for name in stages:
+            if name != "capture" or not config.capture.plan:
+                run_stage(config, name)
+            elif ranks.first():
+                load("plan").run(config)
     for name in COMMANDS:
         if name in config.stages and ranks.first():
             load(name).run(config)
@@ -109,27 +115,34 @@ def run_stage(config: Config, name: str) -> None:
     Of several processes rank 0 decides, writes and speaks. The others work with it in stages that
     are `SHARED`, and wait for its end in those that are not.
     """
-    stage = load(name)
     if not ranks.tell(ranks.first() and is_due(config, name)):
         return
-    shared = getattr(stage, "SHARED", False)
-    if ranks.first() or shared:
-        inputs = {upstream: open_input(config, name, upstream) for upstream in stage.inputs(config)}
-        begin, directory = time.perf_counter(), Path(config.run_dir) / name
-        writer = ArtifactWriter(
-            directory,
-            name,
-            stage.settings(config),
-            {key: artifact.contents for key, artifact in inputs.items()},
-            afresh=name in config.force,
-        )
-        with full_disk_explained(directory):
-            outcome = stage.run(config, writer, inputs)
-            if ranks.first():
-                seconds = time.perf_counter() - begin
-                writer.finish(counts=outcome.counts, facts=outcome.facts, seconds=seconds)
-                print(f"{name:<10} {seconds:7.1f} s  {outcome.line}: {directory}")
+    if ranks.first() or getattr(load(name), "SHARED", False):
+        os.environ[STAGE] = name
+        try:
+            work(config, name)
+        finally:
+            del os.environ[STAGE]
     ranks.wait()
+
+
+def work(config: Config, name: str) -> None:
+    """Run a stage that is due, or help rank 0 with it; only rank 0 finishes its artifact."""
+    stage, directory, begin = load(name), Path(config.run_dir) / name, time.perf_counter()
+    inputs = {upstream: open_input(config, name, upstream) for upstream in stage.inputs(config)}
+    writer = ArtifactWriter(
+        directory,
+        name,
+        stage.settings(config),
+        {key: artifact.contents for key, artifact in inputs.items()},
+        afresh=name in config.force,
+    )
+    with full_disk_explained(directory):
+        outcome = stage.run(config, writer, inputs)
+        if ranks.first():
+            seconds = time.perf_counter() - begin
+            writer.finish(counts=outcome.counts, facts=outcome.facts, seconds=seconds)
+            print(f"{name:<10} {seconds:7.1f} s  {outcome.line}: {directory}")
 
 
 def is_due(config: Config, name: str) -> bool:

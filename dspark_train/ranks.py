@@ -5,8 +5,9 @@ rank of how many it is; without them there is one process. Waiting goes over glo
 limit: rank 0 may decode for hours while the others have nothing to do.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,19 +15,41 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+# how gloo says it
+ENDED = ("closed by peer", "Connection reset", "Broken pipe")
 FOREVER = timedelta(days=365)
 
 _waiting: dist.ProcessGroup | None = None
 
 
+def launched() -> bool:
+    """Whether a launcher started this process and told it its rank."""
+    return "RANK" in os.environ
+
+
 def rank() -> int:
     """Number of this process among all of the run, over all machines."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    if dist.is_initialized():
+        return dist.get_rank()
+    # what Lightning starts on its own knows its number on this machine alone
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
 
 
 def world_size() -> int:
-    """Processes of the run, over all machines."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    """Processes of the run, over all machines; 1 until those that Lightning starts have met."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1)) if launched() else 1
+
+
+def count(devices: Any) -> int:
+    """Processes that a setting `devices` of Lightning means on one machine."""
+    if devices in (None, "auto", -1, "-1"):
+        return max(1, torch.cuda.device_count()) if devices is not None else 1
+    if isinstance(devices, int):
+        return devices
+    listed = devices.split(",") if isinstance(devices, str) else list(devices)
+    return int(listed[0]) if isinstance(devices, str) and len(listed) == 1 else len(listed)
 
 
 def local_rank() -> int:
@@ -112,9 +135,23 @@ def _talk(act: Any, *arguments: Any, **more: Any) -> None:
     join()
     if _waiting is None:
         _waiting = dist.new_group(backend="gloo", timeout=FOREVER)
-    try:
+    with hearing():
         act(*arguments, group=_waiting, **more)
+
+
+@contextlib.contextmanager
+def hearing() -> Iterator[None]:
+    """Within the context, who speaks with a process that has ended is told so.
+
+    Raises:
+        ConnectionError: another process has ended.
+    """
+    try:
+        yield
     except RuntimeError as error:
-        raise ConnectionError(
-            f"rank {rank()} waited for the others, and one of them has ended: its message says why"
-        ) from error
+        if world_size() > 1 and any(sign in str(error) for sign in ENDED):
+            raise ConnectionError(
+                f"rank {rank()} waited for the others, and one of them has ended: its message says "
+                "why"
+            ) from error
+        raise

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from dspark_train import ranks
 from dspark_train.config import Config, GenerateConfig, RolloutConfig
 from dspark_train.decoding.loading import ProposerName
 from dspark_train.drafter.config import MARKOV_HEADS, SLIDING, window_problems
@@ -14,6 +15,9 @@ MODES = ("offline", "online")
 KERNELS = ("plain", "triton")
 ATTENTION = ("auto", "two_part", "flex")
 STEP_SHAPES = ("smollm2_135m", "qwen3_4b")  # those of training/step_cost.py
+OPTIMISERS = ("adamw", "muon")
+STRATEGIES = ("auto", "ddp", "fsdp2")
+KEPT = ("best", "last")
 TURNS = ("last", "every", "given")
 SCHEDULES = ("joint", "staged")
 PREFIXES = ("teacher", "sampled")
@@ -31,7 +35,7 @@ def validate(config: Config) -> None:
     """
     problems = [
         f"{key}={value}: expected {expected}"
-        for group in (_data, _drafter, _training, _decoding)
+        for group in (_data, _drafter, _training, _launching, _decoding)
         for ok, key, value, expected in group(config)
         if not ok
     ]
@@ -125,7 +129,14 @@ def _training(config: Config) -> Iterator[Check]:
     yield any(weights), f"objective.({', '.join(distances)})", weights, expected
     yield o.loss_decay > 0, "objective.loss_decay", o.loss_decay, "a positive number of slots"
     yield from _positive(
-        "train", n, "epochs", "batch_documents", "anchors", "accumulate", "lr", "checkpoint_minutes"
+        "train",
+        n,
+        "epochs",
+        "batch_documents",
+        "anchors",
+        "lr",
+        "checkpoint_minutes",
+        "decode_tokens",
     )
     h = config.heads
     yield from _positive("heads", h, "epochs", "lr", "prompts", "max_new_tokens", "batch_size")
@@ -134,18 +145,58 @@ def _training(config: Config) -> Iterator[Check]:
     possible = h.prefixes != "sampled" or config.drafter.enable_confidence_head
     expected = "teacher where the drafter has no confidence head"
     yield possible, "heads.prefixes", h.prefixes, expected
-    for key in ("row_tokens", "weight_decay", "clip", "workers"):
+    for key in (
+        "row_tokens",
+        "micro_documents",
+        "weight_decay",
+        "clip",
+        "workers",
+        "decode_validation",
+    ):
         yield getattr(n, key) >= 0, f"train.{key}", getattr(n, key), "at least 0"
     betas = len(n.betas) == 2 and all(0 <= beta < 1 for beta in n.betas)
     yield betas, "train.betas", n.betas, "two numbers in [0, 1)"
-    for key in ("validation", "warmup"):
+    for key in ("validation", "warmup", "ema"):
         yield 0 <= getattr(n, key) < 1, f"train.{key}", getattr(n, key), "a share in [0, 1)"
+    for key, known in (("optimiser", OPTIMISERS), ("strategy", STRATEGIES), ("keep", KEPT)):
+        yield getattr(n, key) in known, f"train.{key}", getattr(n, key), f"one of {known}"
+    rates = {"lr_heads": n.lr_heads, **{f"lr_parts.{part}": r for part, r in n.lr_parts.items()}}
+    for key, rate in rates.items():
+        yield rate is None or rate > 0, f"train.{key}", rate, "a positive number"
+    every, expected = n.validate_steps, "a positive number of steps, or null for once an epoch"
+    yield every is None or every > 0, "train.validate_steps", every, expected
+    expected = "32-true, bf16-mixed or 16-mixed: masters and moments stay in float32"
+    narrow = n.precision.endswith("-true") and n.precision not in ("32-true", "64-true")
+    yield not narrow, "train.precision", n.precision, expected
     memory = n.loss_memory_mb
     expected = "a positive number, or null for the reference loss"
     yield memory is None or memory > 0, "train.loss_memory_mb", memory, expected
     yield n.loss_kernel in KERNELS, "train.loss_kernel", n.loss_kernel, f"one of {KERNELS}"
     yield n.attention in ATTENTION, "train.attention", n.attention, f"one of {ATTENTION}"
     yield wandb in (None, "offline", "online"), "logger.wandb", wandb, "offline, online or null"
+
+
+def _launching(config: Config) -> Iterator[Check]:
+    """Fault 51: the launcher and the trainer must agree on the number of processes."""
+    given = config.train.trainer
+    asked = ranks.count(given.get("devices")) * given.get("num_nodes", 1)
+    key = f"train.trainer.devices={given.get('devices')} on num_nodes={given.get('num_nodes', 1)}"
+    if ranks.launched():
+        started = ranks.world_size()
+        agreed = not {"devices", "num_nodes"} & set(given) or asked == started
+        expected = (
+            f"the {started} processes that the launcher started (WORLD_SIZE={started}): leave "
+            "both settings out, or start as many"
+        )
+        yield agreed, key, f"{asked} processes", expected
+    else:
+        expected = "one machine where no launcher is used; start several by torchrun or accelerate"
+        yield (
+            given.get("num_nodes", 1) == 1,
+            "train.trainer.num_nodes",
+            given.get("num_nodes"),
+            expected,
+        )
 
 
 def _decoding(config: Config) -> Iterator[Check]:

@@ -106,7 +106,7 @@ def collate(
             blocks += [(start + anchor, start, end) for anchor in chosen.tolist()]
             start = end
         drawn.append(blocks)
-    A = max(len(blocks) for blocks in drawn)
+    A = max(1, *(len(blocks) for blocks in drawn))  # an empty block rather than empty tensors
     spans = torch.zeros(B, A, 3, dtype=torch.int64)
     keep = torch.zeros(B, A, dtype=torch.bool)
     for b, blocks in enumerate(drawn):

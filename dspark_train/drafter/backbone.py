@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dspark_train.drafter.attention import BlockAttention, Mask, RMSNorm, Rotation
 from dspark_train.drafter.config import DrafterConfig
@@ -24,7 +25,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-class DrafterLayer(nn.Module):
+class DrafterLayer(GradientCheckpointingLayer):
     """A draft layer. The context enters by its keys and values only, without the layer's norm."""
 
     def __init__(self, config: DrafterConfig) -> None:

@@ -35,6 +35,7 @@ class Drafter(PreTrainedModel):
     config: DrafterConfig
     base_model_prefix = ""
     _no_split_modules = ("DrafterLayer",)
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)

@@ -58,6 +58,9 @@ class LossTerms:
         confidence_error: `[P]` sum of |confidence - overlap|.
         supervised: `[P]` supervised proposals per index.
         expected_length, blocks: summed τ of blocks with a label, and their number.
+        overlaps: `[N, P]` of each proposal, 0 where not supervised.
+        supervised_slots: `[N, P]` bool.
+        confidences: `[N, P]` of each proposal, or None without a confidence head.
     """
 
     numerator: torch.Tensor
@@ -71,6 +74,9 @@ class LossTerms:
     supervised: torch.Tensor
     expected_length: torch.Tensor
     blocks: torch.Tensor
+    overlaps: torch.Tensor
+    supervised_slots: torch.Tensor
+    confidences: torch.Tensor | None
 
     def loss(self, denominator: torch.Tensor | None = None) -> torch.Tensor:
         """The scalar loss; `denominator`: sum of `weight` over all that shares the step."""
@@ -105,12 +111,14 @@ def assemble(
     accepted = (1.0 - 0.5 * l1) * supervised
     numerator = distance
     confidence, error = weight.new_zeros(()), torch.zeros_like(weight)
+    confidences = None
     if states.confidence_logits is not None:
         logits = states.confidence_logits.to(accepted.dtype)
         bce = F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
         confidence = (weight * bce).sum()
         numerator = numerator + weights.confidence * confidence
-        error = (logits.sigmoid() - accepted).abs().detach() * supervised
+        confidences = logits.detach().sigmoid()
+        error = (confidences - accepted).abs() * supervised
     alive = supervised[:, 0]
     return LossTerms(
         numerator=numerator,
@@ -124,4 +132,7 @@ def assemble(
         supervised=supervised.sum(0),
         expected_length=(expected_length(accepted) * alive).sum(),
         blocks=alive.sum(),
+        overlaps=accepted,
+        supervised_slots=supervised,
+        confidences=confidences,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dspark_train import ranks
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.calibration.refit import refit
 from dspark_train.config import Config
@@ -17,7 +18,9 @@ from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target
 from dspark_train.stages.traces import decode_traced
-from dspark_train.stages.train import train_part, train_settings
+from dspark_train.stages.train import decoding, train_part, train_settings
+
+SHARED = True
 
 
 def inputs(config: Config) -> tuple[str, ...]:
@@ -39,8 +42,10 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     outcome = Outcome({}, {}, "")
     if config.schedule == "staged":
         outcome = train_heads(config, writer, inputs["capture"], drafter)
-    if config.heads.prefixes == "teacher":
+    if config.heads.prefixes == "teacher" or not ranks.first():
         return outcome
+    if config.schedule == "staged":
+        drafter = load_drafter(writer.path("drafter"))
     return refit_confidence(config, writer, inputs["rollout"], drafter, outcome)
 
 
@@ -51,10 +56,13 @@ def train_heads(
     target = load_target(config)
     require_same_target(target, capture.facts["target"], str(capture.directory))
     head, features = target.head, open_features(config, capture, target)
-    del target  # unless it computes features, the rest of it need not stay in memory
+    decode = decoding(config, target)
+    del target  # unless it computes features or decodes, the rest of it need not stay in memory
     anchors = config.heads.anchors or config.train.anchors
+    # heads have no matrices for Muon, and a learning rate of their own here
+    own = replace(config.train, anchors=anchors, optimiser="adamw", lr_heads=None)
     return train_part(
-        replace(config, train=replace(config.train, anchors=anchors)),
+        replace(config, train=own),
         writer,
         drafter,
         head,
@@ -62,6 +70,7 @@ def train_heads(
         part="heads",
         epochs=config.heads.epochs,
         lr=config.heads.lr,
+        decode=decode,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from dspark_train import ranks
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.data.vocabulary import frequent_tokens
@@ -18,10 +19,15 @@ from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import device, load_target, require_same_target
 from dspark_train.target import Target, TargetHead
 from dspark_train.target.mask_token import default_mask_token
-from dspark_train.training.fit import fit
+from dspark_train.training.fit import Decoding, fit
+from dspark_train.training.validation import decoder
 
 # float32 weights and two moments in a training checkpoint, a new one beside it, the result
 BYTES_PER_PARAMETER = 2 * 12 + 4
+SHARED = True
+IGNORED = ("workers", "checkpoint_minutes", "micro_documents", "strategy", "compile")
+IGNORED += ("checkpoint_activations",)
+IGNORED_BY_TRAINER = ("devices", "num_nodes", "accelerator", "strategy")
 
 
 def inputs(config: Config) -> tuple[str, ...]:
@@ -38,9 +44,10 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def train_settings(config: Config) -> dict[str, Any]:
-    """What of `train` determines the weights (who loads and how often is saved does not)."""
-    ignored = ("workers", "checkpoint_minutes")
-    return {key: value for key, value in asdict(config.train).items() if key not in ignored}
+    """What of `train` determines the weights: not how the work is shared out, loaded and saved."""
+    kept = {key: value for key, value in asdict(config.train).items() if key not in IGNORED}
+    trainer = {k: v for k, v in kept["trainer"].items() if k not in IGNORED_BY_TRAINER}
+    return kept | {"trainer": trainer}
 
 
 def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> DrafterConfig:
@@ -106,7 +113,8 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     drafter = Drafter(drafter_config(config, target, capture.facts))
     head, store = target.head, open_features(config, capture, target)
     usable = usable_vocabulary(target.tokenizer, target.vocab_size)
-    del target  # unless it computes features, the rest of it need not stay in memory
+    decode = decoding(config, target)
+    del target  # unless it computes features or decodes, the rest of it need not stay in memory
     kept = None
     if size := drafter.config.draft_vocab_size:
         ids, kept = frequent_tokens(store, size, usable)
@@ -120,12 +128,20 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
         part="all" if config.schedule == "joint" else "backbone",
         epochs=config.train.epochs,
         lr=config.train.lr,
+        decode=decode,
     )
     if kept is None:
         return outcome
     line = f"{outcome.line}, {size:,} draft tokens that are {100 * kept:.2f} % of the responses"
     facts = {"draft_vocabulary": {"size": size, "share": round(kept, 6)}}
     return replace(outcome, line=line, facts=outcome.facts | facts)
+
+
+def decoding(config: Config, target: Target) -> Decoding | None:
+    """What measures real decoding in validation, if that is wanted; it keeps the target."""
+    if not config.train.decode_validation:
+        return None
+    return lambda prompts: decoder(target, prompts, config.train.decode_tokens)
 
 
 def train_part(
@@ -138,18 +154,20 @@ def train_part(
     part: str,
     epochs: int,
     lr: float,
+    decode: Decoding | None,
 ) -> Outcome:
-    """Fit a part of the drafter and save it as the stage's artifact."""
+    """Fit a part of the drafter, on all processes, and save it as the stage's artifact."""
     where = device(config)
     if config.train.attention == "flex" and where.type != "cuda":
         raise ValueError(
             f"train.attention=flex needs a CUDA device, and training runs on {where}: take "
             "train.attention=auto, or target.device=cuda"
         )
-    store.verify()
-    parameters = sum(p.numel() for p in drafter.parameters())
-    check_space(writer.directory, parameters * BYTES_PER_PARAMETER, "the training")
-    numbers = fit(
+    if ranks.first():
+        store.verify()
+        parameters = sum(p.numel() for p in drafter.parameters())
+        check_space(writer.directory, parameters * BYTES_PER_PARAMETER, "the training")
+    trained, numbers = fit(
         config,
         drafter,
         head,
@@ -159,13 +177,17 @@ def train_part(
         lr=lr,
         writer=writer,
         device=where,
+        decode=decode,
     )
-    writer.write("drafter", drafter.cpu().save_pretrained)
-    writer.add("logs/metrics.csv")
+    if ranks.first():
+        writer.write("drafter", trained.save_pretrained)
+        writer.add("logs/metrics.csv")
     tau = numbers["metrics"].get("validation/tau")
     line = f"{numbers['steps']} steps over {len(store)} documents"
+    if numbers["kept_step"] != numbers["steps"]:
+        line += f", weights of step {numbers['kept_step']}"
     return Outcome(
         counts={"documents": len(store), "tokens": store.num_tokens, **numbers},
-        facts={"part": part, "drafter": drafter.config.to_dict()},
+        facts={"part": part, "drafter": trained.config.to_dict()},
         line=line + (f", expected τ {tau:.3f} on validation" if tau else ""),
     )

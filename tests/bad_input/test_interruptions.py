@@ -88,7 +88,7 @@ MIDDLES = {
     "export": (SpeculativeDecoder, "generate"),
     "bench": (SpeculativeDecoder, "generate"),
 }
-PIECES = {"rollout": ["rollout.shard_prompts=8"], "train": ["train.accumulate=2"]}
+PIECES = {"rollout": ["rollout.shard_prompts=8"], "train": ["train.micro_documents=4"]}
 
 
 def outputs(run: Path, stage: str) -> dict[str, tuple[int, str]]:

@@ -1,15 +1,15 @@
 """Targets that cannot be used, and training that goes wrong."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dspark_train.artifacts import Artifact
 from dspark_train.target import Target
-from dspark_train.training.module import DrafterTraining
+from dspark_train.training.module import DrafterLoss
 from tests.tiny_pipeline import Run, changed_target, fingerprints, refused
 
 
@@ -73,8 +73,14 @@ def test_a_trained_loss_that_is_not_finite(
 ) -> None:
     before = fingerprints(tmp_path / "run")
     with monkeypatch.context() as patch:
-        terms = DrafterTraining._loss
-        patch.setattr(DrafterTraining, "_loss", lambda *a: terms(*a) * torch.tensor(float("nan")))
+        forward = DrafterLoss.forward
+
+        def spoiled(self: DrafterLoss, batch: Any) -> Any:
+            numerator, terms = forward(self, batch)
+            numerator = numerator * float("nan")
+            return numerator, replace(terms, numerator=numerator)
+
+        patch.setattr(DrafterLoss, "forward", spoiled)
         ended = tiny_run_finished("stages=[train]", "force=[train]")
     refused(ended, "the loss of step 0 is nan", "lower train.lr")
     assert fingerprints(tmp_path / "run").keys() == before.keys() - {"train"}
