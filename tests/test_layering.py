@@ -21,7 +21,7 @@ LAYERS = (
     ("calibration", "formats"),
     ("decoding",),
     ("serving",),
-    ("config_data", "config_decoding"),
+    ("config_data", "config_decoding", "config_training"),
     ("config",),
     ("data", "validation", "noise"),
     ("training",),
