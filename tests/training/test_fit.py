@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
-from dspark_train.config import Config, DrafterSettings, LoggerConfig, TrainConfig
+from dspark_train.config import Config, DrafterSettings, LoggerConfig, ObjectiveConfig, TrainConfig
 from dspark_train.data.store import FeatureStore
 from dspark_train.drafter import Drafter
 from dspark_train.stages.train import drafter_config
@@ -47,12 +47,18 @@ def fit(finished_run: Path, tiny_target: Target, tmp_path: Path) -> Fit:
     capture = Artifact.open(finished_run / "capture")
 
     def run(
-        folder: str, part: str = "all", logger: LoggerConfig = CSV_ONLY, **train: Any
+        folder: str,
+        part: str = "all",
+        logger: LoggerConfig = CSV_ONLY,
+        objective: dict[str, float] | None = None,
+        decode: Any = None,
+        **train: Any,
     ) -> tuple[dict[str, Any], Drafter]:
         config = Config(
             name="test",
             train=replace(TRAIN, **train),
             drafter=DrafterSettings(num_hidden_layers=1, block_size=4, markov_rank=16),
+            objective=ObjectiveConfig(**(objective or {})),
             logger=logger,
         )
         torch.manual_seed(0)
@@ -68,6 +74,7 @@ def fit(finished_run: Path, tiny_target: Target, tmp_path: Path) -> Fit:
             lr=config.train.lr,
             writer=ArtifactWriter(tmp_path / folder, "train", {}, {}),
             device=torch.device("cpu"),
+            decode=decode,
         )
         return numbers, trained
 
