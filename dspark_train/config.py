@@ -5,7 +5,6 @@ stage that decides them only; later stages read them from manifests.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from omegaconf import MISSING
 
