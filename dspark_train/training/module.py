@@ -64,7 +64,14 @@ class DrafterLoss(nn.Module):
         if self.memory_mb is None:
             terms = reference_loss(states, self.loss_head, w2, self.objective)
         else:
-            terms = lean_loss(states, self.loss_head, w2, self.objective, memory_mb=self.memory_mb, kernel=self.kernel)
+            terms = lean_loss(
+                states,
+                self.loss_head,
+                w2,
+                self.objective,
+                memory_mb=self.memory_mb,
+                kernel=self.kernel,
+            )
         return terms.numerator, terms
 
 
