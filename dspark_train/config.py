@@ -157,6 +157,28 @@ class BenchTrainingConfig:
 
 
 @dataclass(frozen=True)
+class CertifyConfig:
+    """The certificate of losslessness: for which sampler, and how hard it looks.
+
+    The exact law of a round allows `vocabulary` tokens and `length` drafts; `samples` outputs per
+    prompt are compared with plain decoding; `rows` requests share a batch.
+    """
+
+    proposer: str = "drafter"
+    temperature: float = 0.7
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    prompts: int = 4
+    max_new_tokens: int = 48
+    vocabulary: int = 3
+    length: int = 2
+    samples: int = 256
+    rows: int = 16
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class LoggerConfig:
     """Training logs. CSV is always written; wandb is `offline`, `online` or null."""
 
@@ -202,6 +224,7 @@ class Config:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     bench_serving: BenchServingConfig = field(default_factory=BenchServingConfig)
+    certify: CertifyConfig = field(default_factory=CertifyConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
     @property

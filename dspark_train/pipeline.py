@@ -31,7 +31,7 @@ STAGES = (
 )
 # names the stage at work to processes that it starts
 STAGE = "DSPARK_STAGE"
-COMMANDS = ("convert", "generate", "serve", "verify")  # leave no artifact
+COMMANDS = ("convert", "generate", "serve", "verify", "certify")  # leave no artifact
 
 
 def run(config: Config, given: Sequence[str] = ()) -> None:

@@ -251,6 +251,12 @@ def _decoding(config: Config) -> Iterator[Check]:
     yield from _sampler("generate", g)
     yield from _positive("generate", g, "max_new_tokens")
     yield g.proposer in PROPOSERS, "generate.proposer", g.proposer, f"one of {PROPOSERS}"
+    y = config.certify
+    yield from _sampler("certify", y)
+    yield from _positive(
+        "certify", y, "prompts", "max_new_tokens", "vocabulary", "length", "samples", "rows"
+    )
+    yield y.proposer in PROPOSERS, "certify.proposer", y.proposer, f"one of {PROPOSERS}"
 
 
 def _sampler(name: str, s: RolloutConfig | GenerateConfig) -> Iterator[Check]:

@@ -44,6 +44,7 @@ class Engine:
         reading: the request that is being read in pieces, None if there is none.
         requests: `requests[i]` owns row i of every cache. Read it, and change it by `add`,
             `remove` and `take_finished`.
+        decide: the verdict of a round, `verdicts.decide`; a certificate plants faults here.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Engine:
         self.target, self.proposer, self.vocabulary = target, proposer, vocabulary
         self.rows, self.scheduler = rows, scheduler or Fixed()
         self.requests: list[Request] = []
+        self.decide = decide
         self.reading: Request | None = None
         self.cache = KVCache(target.num_layers, num_rows=rows + reads_ahead)
         proposer.open(rows + reads_ahead)
@@ -104,7 +106,7 @@ class Engine:
         if begin:
             last = hidden[begin, [len(read[i]) - 1 for i in begin]]
             try:
-                decided = decide(
+                decided = self.decide(
                     [requests[i] for i in begin], self._logits(last), [Proposal()] * len(begin)
                 )
             except RequestError:
@@ -193,15 +195,15 @@ class Engine:
                 round can be run again once that request is removed.
         """
         requests, began = self.requests, perf_counter()
-        proposals = self._propose()
+        proposals = self.propose()
         drafted = perf_counter()
         lengths = self.scheduler.schedule(requests, proposals)
         proposals = [p.cut(length) for p, length in zip(proposals, lengths, strict=True)]
         scheduled = perf_counter()
-        logits, output = self._verify(proposals)
+        logits, output = self.verify(proposals)
         verified = perf_counter()
         try:
-            decided = decide(requests, logits, proposals)
+            decided = self.decide(requests, logits, proposals)
         except RequestError:
             self.cache.truncate([len(request.tokens) - 1 for request in requests])
             raise
@@ -223,7 +225,8 @@ class Engine:
         self.scheduler.observe(requests, rounds)
         return rounds
 
-    def _propose(self) -> list[Proposal]:
+    def propose(self) -> list[Proposal]:
+        """Drafts for every request, as many as scheduler and remaining length allow."""
         # the token after the last draft is committed too
         limits = [
             min(limit, request.remaining - 1)
@@ -235,7 +238,7 @@ class Engine:
             return [Proposal()] * len(limits)
         return self.proposer.propose(self.requests, limits)
 
-    def _verify(self, proposals: Sequence[Proposal]) -> tuple[torch.Tensor, TargetOutput]:
+    def verify(self, proposals: Sequence[Proposal]) -> tuple[torch.Tensor, TargetOutput]:
         """One target pass over anchors and drafts.
 
         Returns:

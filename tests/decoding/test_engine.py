@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from dspark_train.decoding import engine as engine_module
 from dspark_train.decoding.audit import audit
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import (
@@ -198,7 +197,7 @@ def test_traced_requests_tell_the_overlap_of_draft_and_target(target, name):
     for request in batch[:3]:
         request.traced = True
     engine.add(batch)
-    real = engine_module.decide
+    real = engine.decide
 
     def watched(requests, logits, proposals):
         counts = [len(proposal.tokens) + 1 for proposal in proposals]
@@ -209,7 +208,7 @@ def test_traced_requests_tell_the_overlap_of_draft_and_target(target, name):
             expected.append((1 - 0.5 * apart).tolist() if request.traced else None)
         return real(requests, logits, proposals)
 
-    with mock.patch.object(engine_module, "decide", watched):
+    with mock.patch.object(engine, "decide", watched):
         found = [r.overlap for _ in range(3) for r in engine.step()]
     for overlap, by_definition in zip(found, expected, strict=True):
         assert overlap == (by_definition and pytest.approx(by_definition, abs=1e-6))
