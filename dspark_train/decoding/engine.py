@@ -19,6 +19,7 @@ import torch
 
 from dspark_train.decoding.cache import KVCache
 from dspark_train.decoding.proposers import Proposal, Proposer
+from dspark_train.decoding.ragged import read_ragged
 from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.scheduler import Fixed, Scheduler
 from dspark_train.decoding.stats import Round
@@ -153,7 +154,7 @@ class Engine:
             return False
         self.reading = None
         if fresh:
-            (decision,) = decide([request], self._logits(hidden[0, -1:]), [Proposal()])
+            (decision,) = self.decide([request], self._logits(hidden[0, -1:]), [Proposal()])
             request.commit(decision.tokens, decision.logprobs)
         self.requests.append(request)
         self.cache.move_row(row, len(self.requests) - 1)
@@ -250,7 +251,7 @@ class Engine:
             [request.tokens[-1], *proposal.tokens]
             for request, proposal in zip(self.requests, proposals, strict=True)
         ]
-        output = self._pass(read)
+        output = read_ragged(self.target, self.cache, read, self.proposer.taps)
         hidden = output.last_hidden
         width = hidden.shape[1]
         places = [i * width + k for i, tokens in enumerate(read) for k in range(len(tokens))]
@@ -261,7 +262,7 @@ class Engine:
         self, first: int, requests: Sequence[Request], read: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         """Let target and proposer read on in the active rows; last hidden states `[n, q, D]`."""
-        output = self._pass(read)
+        output = read_ragged(self.target, self.cache, read, self.proposer.taps)
         self._observe(first, requests, output, [len(tokens) for tokens in read])
         return output.last_hidden
 
@@ -277,24 +278,6 @@ class Engine:
             ]
         )
         self.proposer.observe(first, requests, output.features, counts)
-
-    def _pass(self, read: Sequence[Sequence[int]]) -> TargetOutput:
-        """Let the target read tokens behind each active row, shorter lists padded at their end.
-
-        Causal attention keeps what lies behind a list from what is in it; the caller cuts it off.
-        """
-        width = max(map(len, read))
-        ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in read])
-        starts = torch.tensor(self.cache.active_lengths)
-        # padding may reach beyond the context, where a table of positions ends
-        positions = (starts[:, None] + torch.arange(width)).clamp(max=self.target.max_positions - 1)
-        return self.target.forward(
-            ids.to(self.device),
-            position_ids=positions.to(self.device),
-            attention_mask=self.cache.masks(width, self.target),
-            cache=self.cache,
-            taps=self.proposer.taps,
-        )
 
     def _logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, V]` of the usable vocabulary at hidden states `[N, D]`."""

@@ -8,6 +8,7 @@ from dspark_train.decoding.audit import read
 from dspark_train.decoding.cache import KVCache
 from dspark_train.decoding.proposers.base import Proposal
 from dspark_train.decoding.proposers.drawing import Drawing
+from dspark_train.decoding.ragged import read_ragged
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.target import Target
@@ -104,15 +105,7 @@ class CausalProposer:
 
     def _pass(self, read: Sequence[Sequence[int]]) -> torch.Tensor:
         """Read tokens into the active rows; last hidden states `[n, D]` behind each list."""
-        model, counts = self.model, [len(tokens) for tokens in read]
-        width, starts = max(counts), self.cache.active_lengths
-        ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in read])
-        positions = torch.tensor(starts)[:, None] + torch.arange(width)
-        hidden = model.forward(
-            ids.to(model.device),
-            position_ids=positions.clamp(max=model.max_positions - 1).to(model.device),
-            attention_mask=self.cache.masks(width, model),
-            cache=self.cache,
-        ).last_hidden
+        counts, starts = [len(tokens) for tokens in read], self.cache.active_lengths
+        hidden = read_ragged(self.model, self.cache, read).last_hidden
         self.cache.truncate([start + count for start, count in zip(starts, counts, strict=True)])
         return hidden[torch.arange(len(read)), torch.tensor(counts) - 1]
