@@ -8,11 +8,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from dspark_train.config import Config
+from dspark_train.data.encode import encode_prompts
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.audit import audit
 from dspark_train.decoding.batch import decode_all
@@ -25,7 +27,6 @@ from dspark_train.disk import write_atomically
 from dspark_train.formats import load_config
 from dspark_train.stages.divergence import first_divergence
 from dspark_train.stages.report import environment
-from dspark_train.stages.rollout import encode_prompts
 from dspark_train.stages.targets import device, load_target, require_same_target
 
 EXACT = 1e-5  # of a probability: bisection and float32
@@ -55,7 +56,10 @@ def run(config: Config) -> None:
         ValueError: a check that fails, or no checkpoint where the proposer needs one.
     """
     decoder, checkpoint = load(config)
-    rows, _ = encode_prompts(config, decoder.target)
+    with TemporaryDirectory() as folder:
+        encoded = Path(folder) / "prompts.jsonl"
+        encode_prompts(config.prompts, "last", decoder.target, encoded)
+        rows = [json.loads(line) for line in encoded.read_text().splitlines()]
     count = min(config.certify.prompts, len(rows))
     prompts = [rows[i * len(rows) // count] for i in range(count)]
     bench = Bench(config, decoder, prompts)

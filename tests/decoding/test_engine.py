@@ -1,7 +1,9 @@
 """A batch gives what each request gives alone (fault kinds 7, 13, 18, 20, 22)."""
 
 import copy
+import gc
 import random
+import weakref
 from unittest import mock
 
 import pytest
@@ -236,3 +238,22 @@ def test_prompts_that_are_read_in_pieces_give_the_same(target, name, chunk):
             waiting.append(engine.requests[0])
             engine.remove(engine.requests[0])
     assert [(r.new_tokens, r.finish_reason) for r in batch] == expected
+
+
+def test_memory_is_flat_over_a_hundred_requests(target):
+    """Fault kind 22: what a row held is used again; nothing is kept of requests that ended."""
+    engine = Engine(target, proposers(target)["dspark"], rows=3)
+    waiting = [Request(PROMPTS[i % 5], SAMPLERS[i % 5], 6) for i in range(100)]
+    ended, sizes = [], set()
+    while waiting or engine.requests:
+        while waiting and engine.free:
+            engine.add([waiting.pop()])
+            ended += map(weakref.ref, engine.take_finished())
+        if engine.requests:
+            engine.step()
+        ended += map(weakref.ref, engine.take_finished())
+        sizes.add((engine.cache.nbytes, engine.proposer.cache.nbytes))
+    gc.collect()
+    assert len(ended) == 100
+    assert not [request for request in ended if request() is not None]
+    assert len(sizes) == 1
