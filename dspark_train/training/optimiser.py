@@ -26,6 +26,16 @@ def cosine_schedule(step: int, *, warmup: int, total: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
+def fused_adamw(
+    groups: list[dict[str, Any]], betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW in one kernel, which takes a seventh of the time on a CPU."""
+    optimiser = torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=True)
+    # it could undo a loss scale by itself; gradients are unscaled before they are clipped
+    optimiser._step_supports_amp_scaling = False
+    return optimiser
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for matrices, AdamW for all else, as one optimiser.
 
@@ -42,7 +52,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._muon = torch.optim.Muon(
             matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
         )
-        self._adamw = torch.optim.AdamW(others, betas=betas, weight_decay=weight_decay)
+        self._adamw = fused_adamw(others, betas, weight_decay)
         both = (self._muon, self._adamw)
         super().__init__([group for part in both for group in part.param_groups], {})
 
@@ -76,7 +86,7 @@ def make_optimiser(
         total: optimiser steps.
 
     Raises:
-        ValueError: `lr_parts` names something that is not there, or nothing is left for Muon.
+        ValueError: `lr_parts` names something that is not there.
     """
     everything = list(parameters)
     trained = [(name, p) for name, p in everything if p.requires_grad]
@@ -92,24 +102,13 @@ def make_optimiser(
     def by_muon(name: str, parameter: nn.Parameter) -> bool:
         return parameter.dim() == 2 and not is_head(name)
 
-    if settings.optimiser == "muon":
-        matrices = [item for item in trained if by_muon(*item)]
+    optimiser: torch.optim.Optimizer
+    matrices = [item for item in trained if settings.optimiser == "muon" and by_muon(*item)]
+    if matrices:
         others = [item for item in trained if not by_muon(*item)]
-        if not matrices:
-            raise ValueError(
-                "train.optimiser=muon: only heads are trained here, which have no matrices of a "
-                "backbone; take train.optimiser=adamw"
-            )
-        optimiser: torch.optim.Optimizer = MuonAdamW(
-            groups(matrices), groups(others), betas, settings.weight_decay
-        )
-    else:
-        optimiser = torch.optim.AdamW(
-            groups(trained), betas=betas, weight_decay=settings.weight_decay, fused=True
-        )
-        # a fused step could undo a loss scale by itself; gradients are unscaled before they are
-        # divided and clipped
-        optimiser._step_supports_amp_scaling = False
+        optimiser = MuonAdamW(groups(matrices), groups(others), betas, settings.weight_decay)
+    else:  # heads alone have nothing for Muon
+        optimiser = fused_adamw(groups(trained), betas, settings.weight_decay)
     warmup = max(1, round(settings.warmup * total))
     schedule = LambdaLR(optimiser, lambda step: cosine_schedule(step, warmup=warmup, total=total))
     return optimiser, schedule

@@ -110,3 +110,13 @@ def test_warm_up_and_cosine() -> None:
     assert math.isclose(factors[12], 0.5)
     assert factors[20] == 0.0
     assert sorted(factors[4:], reverse=True) == factors[4:]
+
+
+def test_heads_alone_are_adamws_under_muon() -> None:
+    """The second stage of the staged schedule has the settings of the first."""
+    drafter = Drafter(DrafterConfig())
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(name.startswith(("markov_head", "confidence_head")))
+    settings = TrainConfig(optimiser="muon")
+    optimiser, _ = make_optimiser(drafter.named_parameters(), settings, 1e-3, 10)
+    assert type(optimiser) is torch.optim.AdamW
