@@ -97,12 +97,6 @@ def test_a_restored_state_continues(kind: str) -> None:
     assert {moment.dtype for moment in moments} == {torch.float32}
 
 
-def test_muon_without_a_backbone_is_refused() -> None:
-    heads = nn.ParameterDict({"markov_head_w1": torch.ones(3, 2)})
-    with pytest.raises(ValueError, match=r"train\.optimiser=muon: only heads"):
-        optimiser_of(heads, optimiser="muon")
-
-
 def test_warm_up_and_cosine() -> None:
     factors = [cosine_schedule(s, warmup=4, total=20) for s in range(21)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
