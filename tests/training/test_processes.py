@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -180,7 +181,9 @@ def killed(run: Runs, name: str, launcher: Sequence[str], saves: int, *overrides
         if path.exists():
             seen.add(path.stat().st_mtime_ns)
         time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
+    # a launcher gives every process a session of its own
+    for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+        one.kill()
     process.communicate()
     assert not (run.tmp_path / name / "train" / "manifest.json").exists()
 
