@@ -1,11 +1,13 @@
 """`python -m dspark_train [experiment=NAME] [stages=[…]] [key=value …]`."""
 
 import os
+import re
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -25,6 +27,8 @@ CONFIGS = next(
     for folder in (Path(__file__).parent.parent / "configs", Path(__file__).parent / "configs")
     if folder.is_dir()
 )
+UNKNOWN_KEY = re.compile(r"Could not override '([\w.]+)'")
+QUOTED = """like 'prompt="Is 2 + 2 = 4, or not?"'"""
 # numbers the job of a sweep to processes that it starts
 JOB = "DSPARK_JOB"
 GROUPS = tuple(group.name for group in fields(Config) if is_dataclass(group.type))
@@ -76,6 +80,15 @@ def leaves(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
+
+
+def expected_keys(key: str) -> str:
+    """What there is in place of an unknown key."""
+    group, _, name = key.rpartition(".")
+    of = {field.name: field.type for field in fields(Config)}.get(group, Config)
+    names = [field.name for field in fields(of)] if is_dataclass(of) else []
+    near = [n for n in names if n in name] + get_close_matches(name, names)
+    return f"{group or 'the configuration'} has no key {name}: expected one of {near or names}"
 
 
 def compose() -> list[tuple[DictConfig, list[str]]]:
@@ -140,6 +153,10 @@ def main() -> None:
         lines = [first_line(part) for part in (error, error.__cause__) if part is not None]
         if options := getattr(error, "options", None):
             lines.append(f"expected one of {', '.join(options)}")
+        if unknown := UNKNOWN_KEY.match(lines[0]):
+            lines[1:] = [expected_keys(unknown[1])]
+        if isinstance(error, OverrideParseException):
+            lines.append(f"in {error.override}: put such text in quotes inside quotes, {QUOTED}")
         sys.exit(1 if rank else "error: " + "\n  ".join(dict.fromkeys(lines)))
     except (ValueError, OSError) as error:
         who = f" (rank {rank})" if rank else ""

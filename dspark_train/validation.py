@@ -105,8 +105,10 @@ def _drafter(config: Config) -> Iterator[Check]:
     expected = "a token id, or null to choose one"
     yield (d.mask_token_id or 0) >= 0, "drafter.mask_token_id", d.mask_token_id, expected
     expected = "a positive number, or null"
-    for key in ("conv_kernel_size", "draft_vocab_size"):
-        yield (getattr(d, key) or 1) > 0, f"drafter.{key}", getattr(d, key), expected
+    taps, few = d.conv_kernel_size, d.draft_vocab_size
+    yield taps is None or taps > 0, "drafter.conv_kernel_size", taps, expected
+    expected = "at least 2 tokens to choose between, or null for all"
+    yield few is None or few > 1, "drafter.draft_vocab_size", few, expected
     yield from _positive("drafter", d, "conv_group_size", "selector_top_k")
     types = d.layer_types
     if types is None and d.sliding_window is not None:

@@ -91,6 +91,7 @@ class PromptReader:
             raise ValueError(f"prompts.limit={limit}; expected at least 1, or null for all")
         if turns not in TURNS:
             raise ValueError(f"rollout.turns={turns}; expected one of {TURNS}")
+        self._others: set[str] = set()
         self.counts: dict[str, Any] = {"read": 0, "kept": 0, "dropped": Counter()}
 
     def drop(self, reason: str) -> None:
@@ -127,6 +128,11 @@ class PromptReader:
             yield prompt
             if counts["kept"] == self.limit:
                 return
+        if not seen and set(counts["dropped"]) == {"other category"}:
+            raise ValueError(
+                f"prompts.categories={sorted(self.categories)}: none of the {counts['read']} rows "
+                f"of {self.source} has one of them; expected some of {sorted(self._others)}"
+            )
         if not seen:
             dropped = dict(sorted(counts["dropped"].items()))
             found = f"all {counts['read']} rows were dropped ({dropped})"
@@ -152,6 +158,8 @@ class PromptReader:
         identity = row.get(columns.get("id", "id"))
         category = row.get(columns.get("category", "category"))
         if self.categories is not None and category not in self.categories:
+            if len(self._others) < NOTED_LINES:
+                self._others.add(str(category))
             raise UnusableError("other category")
         prompt = Prompt("", messages, later, category=None if category is None else str(category))
         return replace(prompt, id=_sha(prompt) if identity is None else str(identity))

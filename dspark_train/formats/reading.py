@@ -50,6 +50,16 @@ def load_drafter(
         ValueError: missing, damaged or foreign files; a tensor, a field or a convention that is
             not known; weights that do not fit the configuration or the target.
     """
+    drafter = _load(source, dtype, head)
+    for name, tensor in drafter.state_dict().items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(
+                f"checkpoint {source} is damaged: {name} holds NaN or infinity; export it again"
+            )
+    return drafter
+
+
+def _load(source: str | Path, dtype: torch.dtype | None, head: TargetHead | None) -> Drafter:
     found = inspect(source)
     if not isinstance(found, Foreign):
         return load_own(folder_of(source), dtype)

@@ -39,6 +39,8 @@ PREFIX = "rollouts-"
 BYTES_PER_TOKEN = 8
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 FILTERS = {"top_k": 0, "min_p": 0.0}
+# parts of the prompts that later stages read, beside "train"
+PARTS = {"calibration": ("calibrate",), "held_out": ("export", "bench")}
 
 
 def inputs(config: Config) -> tuple[str, ...]:
@@ -107,6 +109,7 @@ def prepare(config: Config, target: Target, writer: ArtifactWriter) -> dict[str,
     encoded = nearest_folder(run) / f".{run.name}-{PROMPTS}.tmp"
     try:
         counts = encode_prompts(config.prompts, r.turns, target, encoded)
+        require_splits(config, counts["splits"])
         answers = counts["splits"]["train"] * r.samples_per_prompt
         check_space(writer.directory, answers * r.max_new_tokens * BYTES_PER_TOKEN, "the rollout")
         writer.begin()
@@ -115,6 +118,22 @@ def prepare(config: Config, target: Target, writer: ArtifactWriter) -> dict[str,
     finally:
         encoded.unlink(missing_ok=True)
     return counts
+
+
+def require_splits(config: Config, splits: Mapping[str, int]) -> None:
+    """Refuse prompts that leave a later stage of this run without any, before hours are spent.
+
+    Raises:
+        ValueError: naming the part that is empty and the stages that read it.
+    """
+    for part, readers in PARTS.items():
+        waiting = [stage for stage in readers if stage in config.stages]
+        if waiting and not splits.get(part):
+            raise ValueError(
+                f"prompts.source={config.prompts.source} leaves no {part} prompts (kept: "
+                f"{dict(splits)}), which {' and '.join(waiting)} will read: give more prompts, a "
+                f"larger prompts.{part}={getattr(config.prompts, part)}, or fewer stages"
+            )
 
 
 def make_answers(config: Config, target: Target) -> Answers:

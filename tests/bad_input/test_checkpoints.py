@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dspark_train.formats import load_drafter
 from tests import tiny_language
 from tests.tiny_pipeline import (
     STAGES,
@@ -91,3 +92,13 @@ def test_damaged_checkpoints(
 
 def test_a_run_without_a_checkpoint(tiny_run: Run) -> None:
     refused(tiny_run("stages=[generate]", "prompt=please"), "export/checkpoint does not exist")
+
+
+def test_weights_that_are_not_numbers_are_refused(finished_run: Path, tmp_path: Path) -> None:
+    """A dead drafter decodes exactly, and nothing else would tell."""
+    folder = shutil.copytree(finished_run / "export" / "checkpoint", tmp_path / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["layers.0.mlp.up_proj.weight"][3, 2] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers.0.mlp.up_proj.weight holds NaN or infinity"):
+        load_drafter(folder)

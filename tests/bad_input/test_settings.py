@@ -17,7 +17,7 @@ from tests.tiny_pipeline import (
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("train.speed=1", ["train.speed", "Key 'speed' is not in struct"]),
+        ("train.speed=1", ["train.speed", "train has no key speed"]),
         ("speed=1", ["'speed'"]),
         ("+speed=1", ["speed=1", "Key 'speed' not in 'Config'"]),
         ("speed", ["'speed'"]),
@@ -109,3 +109,20 @@ def test_the_command_ends_like_the_function(override: str, tmp_path: Path) -> No
 def test_a_folder_that_cannot_be_written(tiny_run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     refused(tiny_run(f"run_dir={tmp_path / 'file' / 'run'}"), str(tmp_path / "file"))
+
+
+def test_an_unknown_key_brings_the_near_ones(tiny_run: Run) -> None:
+    refused(tiny_run("train.learning_rat=1"), "train has no key learning_rat", "'lr_parts'")
+
+
+def test_text_with_signs_of_the_grammar_says_how_to_quote(tiny_run: Run) -> None:
+    refused(tiny_run("prompt=Why, is it = so?"), "in prompt=Why", "quotes inside quotes", lines=4)
+
+
+def test_parts_of_the_prompts_that_will_be_missed_are_missed_at_once(
+    tiny_run: Run, tmp_path: Path
+) -> None:
+    ended = tiny_run("prompts.held_out=0")
+    refused(ended, "no held_out prompts", "export and bench", "prompts.held_out=0")
+    assert not (tmp_path / "run" / "rollout" / "manifest.json").exists()
+    assert tiny_run("prompts.held_out=0", "stages=[rollout]").status == 0

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dspark_train.artifacts import Artifact
 from dspark_train.data.store import FeatureStore
-from dspark_train.disk import sha256_file
+from dspark_train.disk import LOCK, sha256_file
 from tests.tiny_pipeline import Run, refused, rewrite_manifest
 
 
@@ -56,7 +56,7 @@ def test_one_bit_in_each_kind_of_file_is_found_and_named(
     tiny_run_finished: Run, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    kinds = [path for path in sorted(run.rglob("*")) if path.is_file()]
+    kinds = [p for p in sorted(run.rglob("*")) if p.is_file() and p.name != LOCK]
     assert {path.suffix for path in kinds} >= {".json", ".jsonl", ".safetensors", ".csv", ".png"}
     for path in kinds:
         whole = path.read_bytes()

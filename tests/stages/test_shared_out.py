@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dspark_train.artifacts import Artifact
+from dspark_train.disk import LOCK
 from dspark_train.stages.rollout import responses
 from tests.processes import finish, start
 from tests.tiny_pipeline import arguments, write_prompts
@@ -33,7 +34,8 @@ def command(target: Path, prompts: Path, run: Path, *given: str) -> list[str]:
 def contents(run: Path) -> dict[str, bytes]:
     """Bytes of everything that rollout and capture left; of manifests all but the seconds."""
     found = {}
-    for path in sorted(path for path in run.rglob("*") if path.is_file()):
+    files = (path for path in run.rglob("*") if path.is_file() and path.name != LOCK)
+    for path in sorted(files):
         name = path.relative_to(run).as_posix()
         found[name] = path.read_bytes()
         if path.name == "manifest.json":
