@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,11 +32,14 @@ def tiny_target_folder(request: pytest.FixtureRequest) -> Path:
         model = tiny_language.build_model(tokenizer)
         tiny_language.train(model, tokenizer)
         torch.set_num_threads(threads)
-        unfinished = cache / f"{folder.name}.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
+        # several processes may do this at the same time, and all make the same
+        unfinished = Path(tempfile.mkdtemp(dir=cache))
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            shutil.rmtree(unfinished)
     return folder
 
 
