@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dspark_train.config import Config
+from dspark_train.noise import hear_ourselves
 
 # a clone keeps its configuration at the top, an installed wheel inside the package
 CONFIGS = next(
@@ -103,7 +104,10 @@ def compose() -> list[tuple[DictConfig, list[str]]]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors on instead of printing them
     with tempfile.TemporaryDirectory() as folder:
         os.environ["DSPARK_SWEEP"] = folder  # a sweep leaves a file, which nobody reads
-        keep()
+        try:
+            keep()
+        finally:
+            hear_ourselves()
     return composed
 
 

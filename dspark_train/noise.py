@@ -5,6 +5,14 @@ import os
 import warnings
 
 
+def hear_ourselves() -> None:
+    """Let our own warnings through again, which Hydra silences together with its log files."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("dspark_train") and isinstance(logger, logging.Logger):
+            logger.disabled = False
+    logging.getLogger("dspark_train").setLevel(logging.WARNING)
+
+
 def silence_libraries() -> None:
     """Keep warnings and progress bars of libraries off the terminal; their errors stay.
 

@@ -1,5 +1,6 @@
 """The terminal belongs to our own lines."""
 
+import logging
 import re
 
 import pytest
@@ -20,3 +21,14 @@ def test_only_our_own_lines_are_printed(tiny_run: Run, schedule: str) -> None:
     assert first_words == ["rollout", "capture", "train", "heads", "calibrate", "export"]
     bars = [piece for piece in re.split(r"[\r\n]", ended.err) if piece.strip()]
     assert {bar.split(":")[0] for bar in bars} <= set(NAMES)
+
+
+def test_our_own_warnings_are_heard_behind_the_command_line(
+    tiny_run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra disables loggers that exist, and hides warnings of those that come later."""
+    existing = logging.getLogger("dspark_train.existing")
+    tiny_run("stages=[]")
+    existing.warning("one")
+    logging.getLogger("dspark_train.later").warning("two")
+    assert capfd.readouterr().err.splitlines() == ["one", "two"]

@@ -207,7 +207,7 @@ def test_killed_and_resumed_is_as_never_killed(alone: Runs, saves: int, workers:
     [
         (TORCHRUN, ONE, ()),
         (ONE, TORCHRUN, ("train.strategy=fsdp2",)),
-        (TORCHRUN, TORCHRUN, ("train.strategy=fsdp2", "train.ema=0.5", "train.optimiser=muon")),
+        (TORCHRUN, TORCHRUN, ("train.strategy=fsdp2", "train.ema=0.5")),
     ],
     ids=["two to one", "one to two of fsdp2", "fsdp2"],
 )
