@@ -28,6 +28,7 @@ from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.serve import make_engine, measured, proposer_facts
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import target_settings
+from dspark_train.target.cpu import weight_bytes
 
 MODEL = "target"
 
@@ -145,9 +146,7 @@ def counted(metrics: Metrics) -> dict[str, Any]:
 def memory(engine: Engine) -> dict[str, int]:
     """Bytes of weights and caches."""
     drafter = getattr(engine.proposer, "drafter", None)
-    weights = (
-        0 if drafter is None else sum(p.numel() * p.element_size() for p in drafter.parameters())
-    )
+    weights = 0 if drafter is None else weight_bytes(drafter)
     cache = getattr(engine.proposer, "cache", None)
     return {
         "drafter_bytes": weights,

@@ -13,13 +13,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
-from dspark_train.stages.report import machine, write_report
+from dspark_train.stages.report import machine, print_table, write_report
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import device
 from dspark_train.training.step_cost import SHAPES
@@ -143,8 +142,7 @@ def show(report: dict[str, Any]) -> None:
             peak = "" if one["peak_mb"] is None else f"{one['peak_mb']:,.0f}"
             shares = [said(ratio[key]) if loss == "lean" else "" for key in ("seconds", "peak_mb")]
             table.add_row(shape, loss, f"{one['median_seconds']:.2f}", peak, *shares)
-    console = Console(width=None if Console().is_terminal else 150)
-    console.print(table)
+    print_table(table)
     for kind, row in report["anchors"].items():
         table = Table(title=f"two layers, forward and backward, {kind} attention")
         for column in ("anchors", "seconds", "× the first", "× if it grew with the square"):
@@ -155,4 +153,4 @@ def show(report: dict[str, Any]) -> None:
             table.add_row(
                 count, f"{seconds:.3f}", f"{grown:.2f}", f"{(int(count) / int(first)) ** 2:.0f}"
             )
-        console.print(table)
+        print_table(table)

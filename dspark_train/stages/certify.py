@@ -25,6 +25,7 @@ from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.disk import write_atomically
 from dspark_train.formats import load_config
+from dspark_train.stages.decoders import checkpoint_of
 from dspark_train.stages.divergence import first_divergence
 from dspark_train.stages.report import environment
 from dspark_train.stages.targets import device, load_target, require_same_target
@@ -87,11 +88,8 @@ def run(config: Config) -> None:
 
 def load(config: Config) -> tuple[SpeculativeDecoder, str | None]:
     """The decoder to certify, and where its drafter lies."""
-    proposer, checkpoint = config.certify.proposer, None
-    if proposer.startswith("drafter"):
-        checkpoint = config.checkpoint or str(Path(config.run_dir) / "export" / "checkpoint")
-        if not config.checkpoint and not Path(checkpoint).is_dir():
-            raise ValueError(f"{checkpoint} does not exist: give checkpoint=FOLDER")
+    proposer = config.certify.proposer
+    checkpoint = checkpoint_of(config, proposer)
     target = load_target(config)
     if checkpoint:
         require_same_target(target, load_config(checkpoint).target, checkpoint)

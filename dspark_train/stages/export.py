@@ -21,6 +21,7 @@ from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target, target_settings
 from dspark_train.target import Target
+from dspark_train.target.cpu import weight_bytes
 from dspark_train.target.licence import licence_of
 
 CHECK_TOKENS = 48
@@ -46,7 +47,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     formats = [NATIVE, *(name for name in config.export.formats if name != NATIVE)]
     for name in formats:
         refuse_uncarried(name, drafter.config)
-    size = sum(p.numel() * p.element_size() for p in drafter.parameters())
+    size = weight_bytes(drafter)
     check_space(writer.directory, size * len(formats), "the checkpoints")
 
     target = load_target(config)

@@ -1,13 +1,10 @@
 """One answer on the terminal: text as it comes, then the statistics."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from dspark_train.config import Config
-from dspark_train.decoding import SpeculativeDecoder
-from dspark_train.formats import load_config
-from dspark_train.stages.targets import device, load_target, require_same_target
+from dspark_train.stages.decoders import open_decoder
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -24,23 +21,7 @@ def run(config: Config) -> None:
     g = config.generate
     if not config.prompt:
         raise ValueError('prompt is empty: give one, e.g. prompt="Why is the sky blue?"')
-    needs_checkpoint = g.proposer.startswith("drafter")
-    checkpoint = config.checkpoint or str(Path(config.run_dir) / "export" / "checkpoint")
-    if needs_checkpoint and config.checkpoint is None and not Path(checkpoint).is_dir():
-        raise ValueError(
-            f"{checkpoint} does not exist: run the stages up to export with name={config.name}, or "
-            "give checkpoint=FOLDER"
-        )
-    decoder = SpeculativeDecoder.from_pretrained(
-        checkpoint if needs_checkpoint else None,
-        # a checkpoint knows its target
-        target=g.target if needs_checkpoint else load_target(config),
-        proposer=g.proposer,
-        dtype=config.target.dtype,
-        device=str(device(config)),
-    )
-    if needs_checkpoint:
-        require_same_target(decoder.target, load_config(checkpoint).target, checkpoint)
+    decoder = open_decoder(config, g.proposer, g.target)
     template = getattr(decoder.target.tokenizer, "chat_template", None)
     messages = [{"role": "user", "content": config.prompt}]
     stream = decoder.stream(

@@ -5,8 +5,9 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
+
+from dspark_train.stages.report import print_table
 
 
 def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -42,7 +43,13 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['verified_per_token']:.2f}",
             f"{row['tau']:.2f}",
         )
-    Console(width=None if Console().is_terminal else 150).print(table)
+    print_table(table)
+
+
+def policy_style(name: str, marker: str) -> dict[str, str]:
+    """How the line of a policy is drawn: fixed lengths dotted."""
+    line = ":" if name.startswith("fixed") else "-"
+    return {"linestyle": line, "marker": marker, "label": name}
 
 
 def pareto_figure(rows: list[dict[str, Any]]) -> Figure:
@@ -53,11 +60,7 @@ def pareto_figure(rows: list[dict[str, Any]]) -> Figure:
     found = medians(rows)
     for name in dict.fromkeys(row["policy"] for row in found):
         mine = [row for row in found if row["policy"] == name]
-        style = {
-            "linestyle": ":" if name.startswith("fixed") else "-",
-            "marker": "o",
-            "label": name,
-        }
+        style = policy_style(name, "o")
         speed = [row["per_user"] for row in mine]
         trade.plot(speed, [row["throughput"] for row in mine], **style)
         tail.plot(speed, [1000 * row["token_p99"] for row in mine], **style)

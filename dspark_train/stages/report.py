@@ -83,7 +83,11 @@ def show(report: dict[str, Any]) -> None:
             " ".join(f"{a:.2f}" for a in row["acceptance_per_slot"]),
             same,
         )
-    # wide enough for a log file too; a terminal wraps by itself
+    print_table(table)
+
+
+def print_table(table: Table) -> None:
+    """Print a table, wide enough for a log file too; a terminal wraps by itself."""
     Console(width=None if Console().is_terminal else 150).print(table)
 
 

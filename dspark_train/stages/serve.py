@@ -7,16 +7,14 @@ from typing import Any
 import uvicorn
 
 from dspark_train.config import Config
-from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer
 from dspark_train.decoding.scheduler import make_scheduler
-from dspark_train.formats import load_config
 from dspark_train.serving.app import Limits, make_app
 from dspark_train.serving.batching import Batcher
 from dspark_train.serving.costs import engine_costs
-from dspark_train.stages.targets import device, load_target, require_same_target
+from dspark_train.stages.decoders import open_decoder
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -64,24 +62,7 @@ def run(config: Config) -> None:
 def make_engine(config: Config) -> Engine:
     """Target, proposer and scheduler as configured."""
     s = config.serve
-    needs_checkpoint = s.proposer.startswith("drafter")
-    checkpoint = config.checkpoint or str(Path(config.run_dir) / "export" / "checkpoint")
-    if needs_checkpoint and config.checkpoint is None and not Path(checkpoint).is_dir():
-        raise ValueError(
-            f"{checkpoint} does not exist: run the stages up to export with name={config.name}, or "
-            "give checkpoint=FOLDER"
-        )
-    drafter = load_config(checkpoint) if needs_checkpoint else None
-    decoder = SpeculativeDecoder.from_pretrained(
-        checkpoint if needs_checkpoint else None,
-        # a checkpoint knows its target
-        target=s.target if needs_checkpoint else load_target(config),
-        proposer=s.proposer,
-        dtype=config.target.dtype,
-        device=str(device(config)),
-    )
-    if drafter is not None:
-        require_same_target(decoder.target, drafter.target, checkpoint)
+    decoder = open_decoder(config, s.proposer, s.target)
     engine = Engine(
         decoder.target, decoder.proposer, decoder.vocabulary, rows=s.rows, reads_ahead=True
     )

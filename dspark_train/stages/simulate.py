@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
@@ -19,6 +18,8 @@ from dspark_train.config import Config
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.disk import sha256_file
 from dspark_train.serving.simulation import flat_then_falling, policy_of, simulate
+from dspark_train.stages.load_report import policy_style
+from dspark_train.stages.report import print_table
 from dspark_train.stages.stage import Outcome
 
 
@@ -86,7 +87,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         cells = [row for row in rows if row["policy"] == name]
         texts = [f"{row['throughput']:.1f} · {row['verify_length']:.1f}" for row in cells]
         table.add_row(name, *texts)
-    Console(width=None if Console().is_terminal else 150).print(table)
+    print_table(table)
 
 
 def load_figure(rows: list[dict[str, Any]]) -> Figure:
@@ -104,11 +105,7 @@ def load_figure(rows: list[dict[str, Any]]) -> Figure:
     gain, length, trade = figure.subplots(1, 3)
     for name in dict.fromkeys(row["policy"] for row in rows):
         mine = [row for row in rows if row["policy"] == name]
-        style = {
-            "linestyle": ":" if name.startswith("fixed") else "-",
-            "marker": ".",
-            "label": name,
-        }
+        style = policy_style(name, ".")
         at = [row["concurrency"] for row in mine]
         gain.plot(at, [row["throughput"] / best[row["concurrency"]] for row in mine], **style)
         length.plot(at, [row["verify_length"] for row in mine], **style)

@@ -4,7 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.proposers import BlockProposer
+from dspark_train.stages.bench_serving import memory
+from dspark_train.target.cpu import can_pack, pack_linears
+from tests.random_drafter import make_drafter
 from tests.tiny_pipeline import Run, refused
 
 FEW = (
@@ -49,3 +55,16 @@ def test_bad_input(tiny_run_finished: Run) -> None:
     wrong = tiny_run_finished(*FEW, "bench_serving.rate=-1")
     refused(wrong, "bench_serving.rate=-1", lines=3)
     refused(tiny_run_finished(*FEW, "bench_serving.policies=[best]"), "policy best")
+
+
+@pytest.mark.skipif(
+    not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products of oneDNN"
+)
+def test_packed_weights_are_counted(random_target) -> None:
+    """A drafter that decodes on a CPU keeps most of its weights out of its parameters."""
+    target = random_target()
+    drafter = make_drafter(target).bfloat16()
+    dense = sum(p.nbytes for p in drafter.parameters())
+    pack_linears(drafter)
+    engine = Engine(target, BlockProposer(drafter, target.head))
+    assert memory(engine)["drafter_bytes"] == dense

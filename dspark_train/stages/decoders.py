@@ -1,0 +1,48 @@
+"""The decoder that commands work with: the run's own export, or a checkpoint that is given."""
+
+from pathlib import Path
+
+from dspark_train.config import Config
+from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.formats import load_config
+from dspark_train.stages.targets import device, load_target, require_same_target
+
+
+def checkpoint_of(config: Config, proposer: str) -> str | None:
+    """Where the drafter of `proposer` lies, None for a proposer without one.
+
+    Raises:
+        ValueError: no checkpoint is given, and the run has not exported one.
+    """
+    if not proposer.startswith("drafter"):
+        return None
+    checkpoint = config.checkpoint or str(Path(config.run_dir) / "export" / "checkpoint")
+    if config.checkpoint is None and not Path(checkpoint).is_dir():
+        raise ValueError(
+            f"{checkpoint} does not exist: run the stages up to export with name={config.name}, or "
+            "give checkpoint=FOLDER"
+        )
+    return checkpoint
+
+
+def open_decoder(config: Config, proposer: str, target: str | None) -> SpeculativeDecoder:
+    """The decoder of `proposer`, on the target that its checkpoint knows.
+
+    Args:
+        proposer: as `SpeculativeDecoder.from_pretrained` takes it.
+        target: another name for the target that the checkpoint records.
+
+    Raises:
+        ValueError: as `checkpoint_of`, or a target other than that of the checkpoint.
+    """
+    checkpoint = checkpoint_of(config, proposer)
+    decoder = SpeculativeDecoder.from_pretrained(
+        checkpoint,
+        target=target if checkpoint else load_target(config),
+        proposer=proposer,
+        dtype=config.target.dtype,
+        device=str(device(config)),
+    )
+    if checkpoint:
+        require_same_target(decoder.target, load_config(checkpoint).target, checkpoint)
+    return decoder
