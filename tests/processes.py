@@ -1,11 +1,16 @@
 """Several processes of one run, as a launcher starts them."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 
-from tests.two_processes import free_port
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 def start(command: Sequence[str], count: int) -> list[subprocess.Popen[str]]:
@@ -31,11 +36,16 @@ def start(command: Sequence[str], count: int) -> list[subprocess.Popen[str]]:
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 300.0) -> list[tuple[int, str]]:
-    """Status and messages of each, in order of rank."""
+def finish(
+    processes: list[subprocess.Popen[str]], timeout: float = 300.0
+) -> list[subprocess.CompletedProcess[str]]:
+    """How each ended, in order of rank."""
     try:
-        said = [process.communicate(timeout=timeout)[1] for process in processes]
+        said = [process.communicate(timeout=timeout) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        for process, (out, err) in zip(processes, said, strict=True)
+    ]

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from dspark_train import ranks
-from tests.two_processes import run_two
+from tests.processes import finish, start
 
 
 def test_one_process_waits_for_nobody() -> None:
@@ -25,7 +25,7 @@ def test_two_processes_share_and_hear_rank_0() -> None:
         "ranks.wait()\n"
         "print(ranks.rank(), ranks.world_size(), ranks.first(), told, everyone)"
     )
-    said = [ended.stdout.strip() for ended in run_two([sys.executable, "-c", code])]
+    said = [ended.stdout.strip() for ended in finish(start([sys.executable, "-c", code], 2))]
     assert said == [
         "0 2 True from 0 [[0, 2, 4], [1, 3]]",
         "1 2 False from 0 [[0, 2, 4], [1, 3]]",
@@ -39,7 +39,7 @@ def test_who_waits_for_an_ended_process_hears_of_it() -> None:
         "if ranks.first(): os._exit(3)\n"
         "ranks.wait()"
     )
-    first, second = run_two([sys.executable, "-c", code])
+    first, second = finish(start([sys.executable, "-c", code], 2))
     assert first.returncode == 3
     assert second.returncode != 0
     assert "ConnectionError: rank 1 waited for the others" in second.stderr

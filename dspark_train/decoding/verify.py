@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dspark_train.objective import acceptance
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -106,4 +108,4 @@ def overlap(
     if draft_probs is None:
         drafted = torch.tensor(tokens, dtype=torch.int64, device=target_probs.device)[:, None]
         return target_probs[:L].gather(1, drafted)[:, 0].tolist()
-    return torch.minimum(target_probs[:L], draft_probs).sum(-1).tolist()
+    return acceptance.overlap(draft_probs, target_probs[:L]).tolist()

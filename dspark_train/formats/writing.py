@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from dspark_train.drafter import Drafter, DrafterConfig
 from dspark_train.drafter.config import FULL
+from dspark_train.formats.fields import OPTIONAL_SIZES, SIZES
 from dspark_train.formats.files import CONFIG, SINGLE
 from dspark_train.formats.table import (
     AUX,
@@ -155,26 +156,12 @@ def _config(
 def _sizes(config: DrafterConfig) -> dict[str, Any]:
     """The backbone as a Qwen3 model, rotary fields of the target's family stripped."""
     layers = config.num_hidden_layers
-    same = [
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "attention_bias",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "initializer_range",
-        "vocab_size",
-    ]
     return {
         "model_type": "qwen3",
         "rope_parameters": {
             key: value for key, value in config.rope_parameters.items() if key not in STRIPPED_ROPE
         },
-        **{key: getattr(config, key) for key in same},
+        **{key: getattr(config, key) for key in (*SIZES, *OPTIONAL_SIZES)},
         "layer_types": config.layer_types or [FULL] * layers,
         "is_causal": False,
         "attention_dropout": 0.0,

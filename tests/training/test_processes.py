@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_train.artifacts import Artifact
+from tests.processes import free_port
 from tests.tiny_pipeline import arguments
-from tests.two_processes import free_port
 
 STAGES = "rollout", "capture"
 # 34 training documents in steps of 7: the last one of an epoch has 6, so a rank may have few
