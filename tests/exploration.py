@@ -121,7 +121,10 @@ class _Exploration:
         engine, history = self.engine, tuple(self.request.tokens)
 
         def forward(ids: torch.Tensor, *, cache: KVCache, **rest: object) -> TargetOutput:
-            identity = ("target", history, *ids[0].tolist())
+            # the branches of a tree
+            mask, places = rest["attention_mask"], rest["position_ids"].tolist()
+            tree = None if mask is None else mask.numpy().tobytes()
+            identity = ("target", history, *ids[0].tolist(), *places[0], tree)
             if identity not in self.passes:
                 self.passes[identity] = real_forward(ids, cache=cache, **rest)
             else:

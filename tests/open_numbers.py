@@ -17,12 +17,15 @@ from unittest import mock
 
 import torch
 
+from dspark_train.decoding import tree_verify as tree_verify_module
 from dspark_train.decoding import verdicts as verdicts_module
 from dspark_train.decoding.proposers import drawing as drawing_module
+from dspark_train.decoding.proposers import growing as growing_module
 from dspark_train.decoding.sampling import draw
 from dspark_train.decoding.verify import Verdict
 
-Key = tuple[int, str] | tuple[int, str, int]
+# position, purpose, then anchor and branch where there are any
+Key = tuple[int, str, *tuple[int, ...]]
 Bounds = dict[Key, tuple[float, float]]
 TINY = 1e-300
 PRECISION = 1e-12
@@ -94,12 +97,12 @@ class Explorer:
                 return [*self.script[:depth], self.script[depth] + 1]
         return None
 
-    def uniform(self, position: int, purpose: str) -> Open:
+    def uniform(self, position: int, purpose: str, branch: int = 0) -> Open:
         assert position >= self.committed, f"a number for {position} was asked after its use"
-        return Open((position, purpose))
+        return Open((position, purpose, branch))
 
-    def proposing(self, position: int, anchor: int) -> Open:
-        return Open((position, "propose", anchor))
+    def proposing(self, position: int, anchor: int, branch: int = 0) -> Open:
+        return Open((position, "propose", anchor, branch))
 
     def choose(
         self,
@@ -163,9 +166,21 @@ class Explorer:
                     break
             return verify(target_probs, tokens, draft_probs, numbers)
 
+        accepts = tree_verify_module.accepts
+
+        def explored_accepts(u: Open, draft_prob: float, target_prob: float) -> bool:
+            identity = ("accepts", draft_prob, target_prob)
+            ratio = [target_prob / draft_prob]
+            return not self.choose(
+                u.key, identity, lambda x: not accepts(x, draft_prob, target_prob), ratio
+            ).value
+
         with (
             mock.patch.object(verdicts_module, "draw_rows", explored_draws),
             mock.patch.object(verdicts_module, "verify", explored_verify),
             mock.patch.object(drawing_module, "draw_rows", explored_draws),
+            mock.patch.object(growing_module, "draw_rows", explored_draws),
+            mock.patch.object(tree_verify_module, "draw_rows", explored_draws),
+            mock.patch.object(tree_verify_module, "accepts", explored_accepts),
         ):
             yield

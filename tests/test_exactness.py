@@ -243,8 +243,8 @@ FAULTS = {
     ),
     "one number for proposing and accepting": lambda: mock.patch.multiple(
         "tests.open_numbers.Explorer",
-        uniform=lambda self, position, purpose: Open((position, "u")),
-        proposing=lambda self, position, anchor: Open((position, "u")),
+        uniform=lambda self, position, purpose, branch=0: Open((position, "u")),
+        proposing=lambda self, position, anchor, branch=0: Open((position, "u")),
     ),
 }
 

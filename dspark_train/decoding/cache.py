@@ -91,6 +91,28 @@ class KVCache(Cache):
                 )
             self.lengths[row] = length
 
+    def rearrange(self, width: int, places: Sequence[Sequence[int]]) -> None:
+        """Of the last `width` positions of the active rows, put some first, in the given order.
+
+        Args:
+            width: positions of the last pass.
+            places: which of them, one list a row, for instance the path of a tree. What lies
+                behind them afterwards means nothing: cut it off.
+        """
+        longest = max(map(len, places))
+        moved = [i for i, chosen in enumerate(places) if list(chosen) != list(range(len(chosen)))]
+        if not moved:
+            return
+        device = self.layers[0].keys.device
+        order = [[*places[i], *range(len(places[i]), longest)] for i in moved]
+        rows = torch.tensor([self.active[0] + i for i in moved], device=device)[:, None]
+        first = torch.tensor([self.active_lengths[i] - width for i in moved], device=device)
+        sources = first[:, None] + torch.tensor(order, device=device)
+        columns = first[:, None] + torch.arange(longest, device=device)
+        for layer in self.layers:
+            for stored in (layer.keys, layer.values):
+                stored[rows, :, columns] = stored[rows, :, sources]
+
     def move_row(self, source: int, destination: int) -> None:
         """Copy a row over another one."""
         length = self.lengths[source]

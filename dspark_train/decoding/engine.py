@@ -18,11 +18,13 @@ from time import perf_counter
 import torch
 
 from dspark_train.decoding.cache import KVCache
-from dspark_train.decoding.proposers import Proposal, Proposer
+from dspark_train.decoding.proposers import Proposal, Proposer, Tree, TreeProposer
 from dspark_train.decoding.ragged import read_ragged
 from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.scheduler import Fixed, Scheduler
 from dspark_train.decoding.stats import Round
+from dspark_train.decoding.tree_pass import read_trees, refuse_without_trees, straighten
+from dspark_train.decoding.tree_verify import TreeDecision, decide_trees
 from dspark_train.decoding.verdicts import decide, round_of
 from dspark_train.target import Target, TargetOutput
 
@@ -45,7 +47,8 @@ class Engine:
         reading: the request that is being read in pieces, None if there is none.
         requests: `requests[i]` owns row i of every cache. Read it, and change it by `add`,
             `remove` and `take_finished`.
-        decide: the verdict of a round, `verdicts.decide`; a certificate plants faults here.
+        decide: the verdict of a round, `verdicts.decide` or that of trees; a certificate plants
+            faults here.
     """
 
     def __init__(
@@ -62,6 +65,9 @@ class Engine:
         self.rows, self.scheduler = rows, scheduler or Fixed()
         self.requests: list[Request] = []
         self.decide = decide
+        if isinstance(proposer, TreeProposer):
+            refuse_without_trees(target)
+            self.decide = decide_trees
         self.reading: Request | None = None
         self.cache = KVCache(target.num_layers, num_rows=rows + reads_ahead)
         proposer.open(rows + reads_ahead)
@@ -214,6 +220,8 @@ class Engine:
         ]
         stands = [min(d.accepted, count) for d, count in zip(decided, kept, strict=True)]
         committed = perf_counter()
+        if isinstance(decided[0], TreeDecision):
+            output = straighten(self.cache, output, [decision.path for decision in decided])
         self._observe(0, requests, output, [count + 1 for count in stands])
         observed = perf_counter()
         draft, verify = drafted - began + observed - committed, verified - scheduled
@@ -251,7 +259,10 @@ class Engine:
             [request.tokens[-1], *proposal.tokens]
             for request, proposal in zip(self.requests, proposals, strict=True)
         ]
-        output = read_ragged(self.target, self.cache, read, self.proposer.taps)
+        if isinstance(proposals[0], Tree):
+            output = read_trees(self.target, self.cache, read, proposals, self.proposer.taps)
+        else:
+            output = read_ragged(self.target, self.cache, read, self.proposer.taps)
         hidden = output.last_hidden
         width = hidden.shape[1]
         places = [i * width + k for i, tokens in enumerate(read) for k in range(len(tokens))]

@@ -19,18 +19,21 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> 31)
 
 
-def keyed_uniforms(seeds: Any, positions: Any, purpose: Purpose) -> Any:
-    """Uniforms in [0, 1) that depend on (seed, position, purpose) alone.
+def keyed_uniforms(seeds: Any, positions: Any, purpose: Purpose, branch: int = 0) -> Any:
+    """Uniforms in [0, 1) that depend on (seed, position, purpose, branch) alone.
 
     Args:
         seeds, positions: Python ints below 2^64, or uint64 arrays `[n]`.
         purpose: proposing, accepting and resampling never share a number.
+        branch: of a tree; a chain is branch 0 everywhere.
 
     Returns:
         A float, or float64 `[n]`.
     """
     x = _mix((seeds + (_STEP * _PURPOSES[purpose] & _MASK)) & _MASK)
     x = _mix((x + _STEP * (positions + 1)) & _MASK)
+    if branch:
+        x = _mix((x + _STEP * branch) & _MASK)
     return (x >> 11) * 2.0**-53
 
 
@@ -49,17 +52,17 @@ class Randomness:
     def __init__(self, seed: int | None = None) -> None:
         self.seed = secrets.randbits(64) if seed is None else seed & _MASK
 
-    def uniform(self, position: int, purpose: Purpose) -> float:
+    def uniform(self, position: int, purpose: Purpose, branch: int = 0) -> float:
         """The number in [0, 1) for the token at `position`, for one purpose."""
-        return keyed_uniforms(self.seed, position, purpose)
+        return keyed_uniforms(self.seed, position, purpose, branch)
 
-    def proposing(self, position: int, anchor: int) -> float:
+    def proposing(self, position: int, anchor: int, branch: int = 0) -> float:
         """The number that the token at `position` is drafted with behind `anchor`.
 
         A draft that was discarded does not share its number with the one that is drafted in its
         place later: else a scheduler that remembers confidences would know something about it.
         """
-        return keyed_uniforms(keyed_seed(self.seed, anchor), position, "propose")
+        return keyed_uniforms(keyed_seed(self.seed, anchor), position, "propose", branch)
 
 
 def seed_array(seeds: list[int]) -> np.ndarray:

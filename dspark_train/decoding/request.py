@@ -84,10 +84,10 @@ class Request:
         except Exception as error:  # a user's own code runs in there
             raise RequestError(self, f"a logits processor failed: {error!r}") from error
 
-    def proposing(self, slot: int) -> float:
+    def proposing(self, slot: int, branch: int = 0) -> float:
         """The number in [0, 1) that the `slot`-th token after the anchor is drafted with."""
         length = len(self.tokens)
-        return self.randomness.proposing(length + slot, length - 1)
+        return self.randomness.proposing(length + slot, length - 1, branch)
 
     def commit(self, tokens: list[int], logprobs: list[TokenLogprobs] | None = None) -> int:
         """Add tokens up to the one that ends the request; returns how many were kept."""

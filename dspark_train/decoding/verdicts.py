@@ -31,6 +31,10 @@ class Decision:
     logprobs: list[TokenLogprobs] | None = None
     overlap: list[float] | None = None
 
+    def judged(self, proposal: Proposal) -> int:
+        """Drafts whose verdict is known: those that stand, and the rejected one."""
+        return min(self.accepted + 1, len(proposal.tokens))
+
 
 def decide(
     requests: Sequence[Request], logits: torch.Tensor, proposals: Sequence[Proposal]
@@ -87,7 +91,7 @@ def _processed(
     )
 
 
-def _refuse_dead_end(request: Request, row: torch.Tensor) -> None:
+def refuse_dead_end(request: Request, row: torch.Tensor) -> None:
     """The row that the next token comes from must not be empty; others may follow bad drafts."""
     if request.processors and not bool(row.isfinite().any()):
         raise RequestError(request, "its bans and biases leave no token to go on with")
@@ -103,7 +107,7 @@ def _greedy(
     for request, proposal, rows in zip(requests, proposals, logits.split(counts), strict=True):
         chosen = [next(choices) for _ in rows]
         accepted, token = verify_greedy(chosen, proposal.tokens)
-        _refuse_dead_end(request, rows[accepted])
+        refuse_dead_end(request, rows[accepted])
         same = zip(proposal.tokens, chosen, strict=False)
         traced = [float(draft == choice) for draft, choice in same] if request.traced else None
         found.append((accepted, token, traced))
@@ -121,7 +125,7 @@ def _sampled(
         first, uniform = len(request.tokens), request.randomness.uniform
         numbers = [uniform(first + i, "accept") for i in range(len(proposal.tokens))]
         verdict = verify(rows, proposal.tokens, proposal.probs, numbers)
-        _refuse_dead_end(request, raw[verdict.accepted])
+        refuse_dead_end(request, raw[verdict.accepted])
         accepted.append(verdict.accepted)
         next_probs.append(verdict.next_probs)
         uniforms.append(uniform(first + verdict.accepted, "resample"))
@@ -142,11 +146,11 @@ def round_of(
         kept: tokens that were committed.
         draft, verify, other: seconds.
     """
-    stood, proposed = min(decision.accepted, kept), len(proposal.tokens)
+    stood = min(decision.accepted, kept)
     return Round(
-        proposed=proposed,
+        proposed=len(proposal.tokens),
         accepted=stood,
-        judged=stood if kept <= decision.accepted else min(decision.accepted + 1, proposed),
+        judged=stood if kept <= decision.accepted else decision.judged(proposal),
         committed=kept,
         confidence=None if proposal.confidence is None else proposal.confidence.tolist(),
         draft=draft,

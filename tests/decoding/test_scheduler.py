@@ -75,7 +75,7 @@ def test_memory_is_unlawful_where_drafts_share_their_numbers(random_target):
     one = engine(random_target, REMEMBERING["capacity"](), 3, 2)
     shared = mock.patch(
         "tests.open_numbers.Explorer.proposing",
-        lambda self, position, anchor: Open((position, "drafted")),
+        lambda self, position, anchor, branch=0: Open((position, "drafted")),
     )
     with shared:
         assert greatest_error(one, SamplingSettings(1.0), 5, [1, 0]) > 1e-3

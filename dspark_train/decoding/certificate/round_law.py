@@ -51,7 +51,7 @@ class _Script:
         self.accept: list[float] = []
         self.resample = 0.5
 
-    def proposing(self, position: int, anchor: int) -> float:
+    def proposing(self, position: int, anchor: int, branch: int = 0) -> float:
         slot = position - self.first
         return self.drafts[slot] if slot < len(self.drafts) else 0.5
 

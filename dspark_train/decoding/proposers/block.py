@@ -79,14 +79,6 @@ class BlockProposer:
         return self.cache.difference(row, fresh)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
-        self.cache.activate(0, len(requests))
-        for length, request in zip(self.cache.active_lengths, requests, strict=True):
-            if length != len(request.tokens) - 1:
-                raise RuntimeError(
-                    f"the drafter's cache holds {length} positions, expected the "
-                    f"{len(request.tokens) - 1} before the anchor: every target pass must be "
-                    "observed"
-                )
         hidden = self._block(requests)[:, : max(limits)]
         logits = self._unary(hidden)
         drawing = Drawing(requests, self.sampler, self.draft_ids, self.vocabulary)
@@ -95,6 +87,14 @@ class BlockProposer:
 
     def _block(self, requests: Sequence[Request]) -> torch.Tensor:
         """Hidden states `[n, P, D]` of the slots that propose."""
+        self.cache.activate(0, len(requests))
+        for length, request in zip(self.cache.active_lengths, requests, strict=True):
+            if length != len(request.tokens) - 1:
+                raise RuntimeError(
+                    f"the drafter's cache holds {length} positions, expected the "
+                    f"{len(request.tokens) - 1} before the anchor: every target pass must be "
+                    "observed"
+                )
         slots, device = self.drafter.slots, self.head.projection.weight.device
         anchors = [[(request.tokens[-1], len(request.tokens) - 1)] for request in requests]
         tokens, places = torch.tensor(anchors, device=device).unbind(-1)

@@ -38,7 +38,9 @@ class Drawing:
     def next(self, logits: torch.Tensor) -> torch.Tensor:
         """Draw the next draft of every request from the drafter's logits `[n, Vd]`; ids `[n]`."""
         if self.processed:  # what bans and biases know are the target's ids
-            logits = self._process(self._over_target(logits, float("-inf")))
+            logits = self._process(
+                over_target(logits, self.draft_ids, self.vocabulary, float("-inf"))
+            )
         if self.greedy:
             tokens = most_likely(logits)
         else:
@@ -57,7 +59,7 @@ class Drawing:
         tokens = torch.stack(self._chosen, dim=1).tolist()
         probs = torch.stack(self._probs, dim=1) if self._probs else None
         if probs is not None and not self.processed:
-            probs = self._over_target(probs, 0.0)
+            probs = over_target(probs, self.draft_ids, self.vocabulary, 0.0)
         return [
             Proposal(
                 tokens[i],
@@ -66,13 +68,6 @@ class Drawing:
             ).cut(limit)
             for i, (settings, limit) in enumerate(zip(self.settings, limits, strict=True))
         ]
-
-    def _over_target(self, values: torch.Tensor, rest: float) -> torch.Tensor:
-        """`values` `[..., Vd]` over the target's vocabulary `[..., V]`."""
-        if self.draft_ids is None:
-            return values
-        full = values.new_full((*values.shape[:-1], self.vocabulary), rest)
-        return full.index_copy_(-1, self.draft_ids, values)
 
     def _process(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `[n, V]` as the target's will be: each behind its tokens and drafts so far."""
@@ -86,3 +81,13 @@ class Drawing:
         allowed = torch.cat(rows)
         # nothing that can be drafted is allowed: the draft will be rejected, whatever it is
         return torch.where(allowed.isneginf().all(-1, keepdim=True), logits, allowed)
+
+
+def over_target(
+    values: torch.Tensor, draft_ids: torch.Tensor | None, vocabulary: int, rest: float
+) -> torch.Tensor:
+    """`values` `[..., Vd]` over the target's vocabulary `[..., V]`, `rest` for other tokens."""
+    if draft_ids is None:
+        return values
+    full = values.new_full((*values.shape[:-1], vocabulary), rest)
+    return full.index_copy_(-1, draft_ids, values)
