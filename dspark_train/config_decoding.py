@@ -44,7 +44,11 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """One answer on the terminal. `target`: another name for the target the checkpoint records."""
+    """One answer on the terminal. `target`: another name for the target the checkpoint records.
+
+    `tree_nodes`: drafts of a tree that a round verifies, 0 for chains; `tree_branches`: children of
+    a node at most.
+    """
 
     target: str | None = None
     max_new_tokens: int = 256
@@ -54,6 +58,8 @@ class GenerateConfig:
     seed: int | None = None
     stop: list[str] = field(default_factory=list)
     proposer: str = "drafter"
+    tree_nodes: int = 0
+    tree_branches: int = 4
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from dspark_train import ranks
-from dspark_train.config import Config, GenerateConfig, RolloutConfig
+from dspark_train.config import BenchConfig, Config, GenerateConfig, RolloutConfig
 from dspark_train.decoding.loading import ProposerName
 from dspark_train.drafter.config import MARKOV_HEADS, SLIDING, window_problems
 from dspark_train.formats import FORMATS
@@ -253,6 +253,10 @@ def _decoding(config: Config) -> Iterator[Check]:
     yield from _sampler("generate", g)
     yield from _positive("generate", g, "max_new_tokens")
     yield g.proposer in PROPOSERS, "generate.proposer", g.proposer, f"one of {PROPOSERS}"
+    yield from _tree("generate", g)
+    expected = "0, since only drafters draft trees, or generate.proposer=drafter"
+    grows = g.proposer.startswith("drafter") or not g.tree_nodes
+    yield grows, "generate.tree_nodes", g.tree_nodes, expected
     y = config.certify
     yield from _sampler("certify", y)
     yield from _positive(
@@ -265,6 +269,11 @@ def _sampler(name: str, s: RolloutConfig | GenerateConfig) -> Iterator[Check]:
     yield s.temperature >= 0, f"{name}.temperature", s.temperature, "at least 0 (0: greedy)"
     yield 0 < s.top_p <= 1, f"{name}.top_p", s.top_p, "a number in (0, 1]"
     yield s.top_k >= 0, f"{name}.top_k", s.top_k, "at least 0 (0: off)"
+
+
+def _tree(name: str, s: BenchConfig | GenerateConfig) -> Iterator[Check]:
+    yield s.tree_nodes >= 0, f"{name}.tree_nodes", s.tree_nodes, "at least 0 (0: no trees)"
+    yield s.tree_branches >= 1, f"{name}.tree_branches", s.tree_branches, "at least 1"
 
 
 def _positive(name: str, group: Any, *keys: str) -> Iterator[Check]:

@@ -15,7 +15,7 @@ from dspark_train.decoding.loading import (
     load_proposer,
     load_target,
 )
-from dspark_train.decoding.proposers import Proposer
+from dspark_train.decoding.proposers import Proposer, TreeShape
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.result import Result, Stream, result
 from dspark_train.decoding.sampling import SamplingSettings, usable_vocabulary
@@ -45,6 +45,7 @@ class SpeculativeDecoder:
         target: Target | str | None = None,
         *,
         proposer: ProposerName = "drafter",
+        tree: TreeShape | None = None,
         dtype: str = "bfloat16",
         device: str = "cpu",
     ) -> "SpeculativeDecoder":
@@ -56,21 +57,29 @@ class SpeculativeDecoder:
             target: a loaded target, or a name for `Target.load`; None takes the one that the
                 checkpoint records.
             proposer: "drafter", "drafter-no-heads" (its backbone alone), "lookup" or "plain".
+            tree: draft a tree of that shape in every round, where None drafts one chain; for
+                "drafter" and "drafter-no-heads".
             dtype, device: for a target that is loaded here; the drafter follows the target.
 
         Raises:
-            ValueError: an unknown proposer or one without the checkpoint it needs, a checkpoint
-                that is missing, damaged or not a drafter, nothing that names a target, or a target
-                that the drafter was not made for.
+            ValueError: an unknown proposer or one without the checkpoint it needs, a tree where
+                nothing can draft one or the target cannot read one, a checkpoint that is missing,
+                damaged or not a drafter, nothing that names a target, or a target that the drafter
+                was not made for.
         """
-        check_proposer(proposer, checkpoint)
+        check_proposer(proposer, checkpoint, tree)
         config = None if checkpoint is None else load_config(checkpoint)
         loaded = load_target(config, target, dtype, device)
-        return cls(loaded, load_proposer(proposer, checkpoint, loaded))
+        return cls(loaded, load_proposer(proposer, checkpoint, loaded, tree))
 
     @classmethod
     def with_drafter(
-        cls, target: Target, drafter: Drafter, *, use_heads: bool = True
+        cls,
+        target: Target,
+        drafter: Drafter,
+        *,
+        use_heads: bool = True,
+        tree: TreeShape | None = None,
     ) -> "SpeculativeDecoder":
         """A decoder of a drafter in memory, which is moved to the target's dtype and device.
 
@@ -78,7 +87,7 @@ class SpeculativeDecoder:
             ValueError: a drafter made for another target.
         """
         drafter.to(device=target.device, dtype=target.dtype)
-        return cls(target, block_proposer(drafter, target, use_heads=use_heads))
+        return cls(target, block_proposer(drafter, target, use_heads=use_heads, tree=tree))
 
     def request(
         self,

@@ -9,6 +9,8 @@ from dspark_train.decoding.proposers import (
     LookupProposer,
     PlainProposer,
     Proposer,
+    TreeProposer,
+    TreeShape,
 )
 from dspark_train.decoding.sampling import usable_vocabulary
 from dspark_train.drafter import Drafter, DrafterConfig
@@ -44,7 +46,10 @@ def load_target(
 
 
 def load_proposer(
-    proposer: ProposerName, checkpoint: str | Path | None, target: Target
+    proposer: ProposerName,
+    checkpoint: str | Path | None,
+    target: Target,
+    tree: TreeShape | None = None,
 ) -> Proposer:
     """The proposer of that name, its drafter in the dtype and on the device of `target`."""
     if proposer == "plain":
@@ -54,18 +59,27 @@ def load_proposer(
     drafter = load_drafter(checkpoint, target.dtype, target.head).to(target.device)
     if can_pack(target.dtype, target.device):
         pack_linears(drafter)  # it is this decoder's own and never trained
-    return block_proposer(drafter, target, use_heads=proposer == "drafter")
+    return block_proposer(drafter, target, use_heads=proposer == "drafter", tree=tree)
 
 
-def block_proposer(drafter: Drafter, target: Target, *, use_heads: bool = True) -> BlockProposer:
-    """The block proposer of a drafter, over the vocabulary that the target's tokenizer uses."""
+def block_proposer(
+    drafter: Drafter, target: Target, *, use_heads: bool = True, tree: TreeShape | None = None
+) -> BlockProposer:
+    """The proposer of a drafter, over the vocabulary that the target's tokenizer uses.
+
+    It drafts chains, or trees of the shape `tree`.
+    """
     check_target(drafter.config, target)
     vocabulary = usable_vocabulary(target.tokenizer, target.vocab_size)
+    if tree is not None:
+        return TreeProposer(tree, drafter, target.head, vocabulary, use_heads)
     return BlockProposer(drafter, target.head, vocabulary, use_heads)
 
 
-def check_proposer(proposer: str, checkpoint: str | Path | None) -> None:
-    """Refuse names that are not proposers, and a drafter without a checkpoint.
+def check_proposer(
+    proposer: str, checkpoint: str | Path | None, tree: TreeShape | None = None
+) -> None:
+    """Refuse names that are not proposers, a drafter without a checkpoint, trees without a drafter.
 
     Raises:
         ValueError: as said.
@@ -76,6 +90,8 @@ def check_proposer(proposer: str, checkpoint: str | Path | None) -> None:
         raise ValueError(
             f"proposer={proposer!r} needs a checkpoint; without one use 'lookup' or 'plain'"
         )
+    if tree is not None and not proposer.startswith("drafter"):
+        raise ValueError(f"proposer={proposer!r} drafts no trees: use 'drafter', or tree=None")
 
 
 def _near(value: float | None, other: float | None) -> bool:

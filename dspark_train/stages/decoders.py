@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dspark_train.config import Config
-from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.decoding import SpeculativeDecoder, TreeShape
 from dspark_train.formats import load_config
 from dspark_train.stages.targets import device, load_target, require_same_target
 
@@ -25,11 +25,13 @@ def checkpoint_of(config: Config, proposer: str) -> str | None:
     return checkpoint
 
 
-def open_decoder(config: Config, proposer: str, target: str | None) -> SpeculativeDecoder:
+def open_decoder(
+    config: Config, proposer: str, target: str | None, tree: TreeShape | None = None
+) -> SpeculativeDecoder:
     """The decoder of `proposer`, on the target that its checkpoint knows.
 
     Args:
-        proposer: as `SpeculativeDecoder.from_pretrained` takes it.
+        proposer, tree: as `SpeculativeDecoder.from_pretrained` takes them.
         target: another name for the target that the checkpoint records.
 
     Raises:
@@ -40,6 +42,7 @@ def open_decoder(config: Config, proposer: str, target: str | None) -> Speculati
         checkpoint,
         target=target if checkpoint else load_target(config),
         proposer=proposer,
+        tree=tree,
         dtype=config.target.dtype,
         device=str(device(config)),
     )

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dspark_train.config import Config
+from dspark_train.decoding import TreeShape
 from dspark_train.stages.decoders import open_decoder
 
 
@@ -21,7 +22,8 @@ def run(config: Config) -> None:
     g = config.generate
     if not config.prompt:
         raise ValueError('prompt is empty: give one, e.g. prompt="Why is the sky blue?"')
-    decoder = open_decoder(config, g.proposer, g.target)
+    tree = TreeShape(g.tree_nodes, g.tree_branches) if g.tree_nodes else None
+    decoder = open_decoder(config, g.proposer, g.target, tree)
     template = getattr(decoder.target.tokenizer, "chat_template", None)
     messages = [{"role": "user", "content": config.prompt}]
     stream = decoder.stream(

@@ -22,7 +22,9 @@ from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.decoding.scheduler import Fixed
 from dspark_train.decoding.tree_pass import refuse_without_trees
 from dspark_train.target import Target, TargetOutput
+from dspark_train.target.cpu import can_pack
 from tests.decoding.test_engine import PROMPTS, requests, run
+from tests.decoding.test_windows import FAMILIES, SMALL
 from tests.random_drafter import make_drafter
 
 K = 3
@@ -233,3 +235,49 @@ def test_what_trees_cannot_do_is_refused(random_target, target):
         tree_engine(target)
     eager = random_target(attn_implementation="eager")
     refuse_without_trees(eager)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gemma2"])
+def test_trees_across_a_sliding_window(family, attention):
+    """Nodes see what the window leaves of context and path (fault kind 19)."""
+    model, config, more = FAMILIES[family]
+    torch.manual_seed(0)
+    config = config(**SMALL, **more)
+    config._attn_implementation = attention
+    target = Target.wrap(model(config))
+    truth = Request(PROMPT, SamplingSettings(), 24)
+    run(Engine(target, PlainProposer()), [truth])
+    request = Request(PROMPT, SamplingSettings(), 24)
+    drafter = make_drafter(target, 4)
+    engine = Engine(target, TreeProposer(TreeShape(24, 6), drafter, target.head))
+    engine.add([request])
+    accepted = 0
+    while request.finish_reason is None:
+        accepted += engine.step()[0].accepted
+        assert audit(engine) < 1e-5
+    assert request.tokens == truth.tokens
+    assert accepted > 0
+
+
+def test_a_packed_target_reads_trees(random_target):
+    target = random_target(vocab_size=32)
+    target.model.to(torch.bfloat16)
+    if not can_pack(target.dtype, target.device):
+        pytest.skip("no packed product on this machine")
+    target.pack()
+    refuse_without_trees(target)
+
+
+def test_lookup_and_plain_draft_no_trees(random_target):
+    for proposer in ("lookup", "plain"):
+        with pytest.raises(ValueError, match="drafts no trees"):
+            SpeculativeDecoder.from_pretrained(
+                None, random_target(), proposer=proposer, tree=TreeShape()
+            )
+    target = random_target()
+    decoder = SpeculativeDecoder.with_drafter(target, make_drafter(target), tree=TreeShape(6, 2))
+    found = decoder.run([decoder.request(prompt, 8) for prompt in PROMPTS[:3]], rows=2)
+    alone = [decoder.generate(prompt, 8).tokens for prompt in PROMPTS[:3]]
+    assert [result.tokens for result in found] == alone
+    assert isinstance(decoder.proposer, TreeProposer)
