@@ -22,7 +22,7 @@ from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.decoding.scheduler import Fixed
 from dspark_train.decoding.tree_pass import refuse_without_trees
 from dspark_train.target import Target, TargetOutput
-from dspark_train.target.cpu import can_pack
+from dspark_train.target.cpu import GROUPED
 from tests.decoding.test_engine import PROMPTS, requests, run
 from tests.decoding.test_windows import FAMILIES, SMALL
 from tests.random_drafter import make_drafter
@@ -217,7 +217,7 @@ def test_the_end_of_the_output_and_of_the_context(random_target, count):
     assert request.tokens == truth
 
 
-def test_what_trees_cannot_do_is_refused(random_target, target):
+def test_what_trees_cannot_do_is_refused(target):
     for shape in ((0, 2), (4, 0)):
         with pytest.raises(ValueError, match="expected at least 1"):
             TreeShape(*shape)
@@ -233,8 +233,6 @@ def test_what_trees_cannot_do_is_refused(random_target, target):
         pytest.raises(ValueError, match="random: Llama"),
     ):
         tree_engine(target)
-    eager = random_target(attn_implementation="eager")
-    refuse_without_trees(eager)
 
 
 @pytest.mark.parametrize(
@@ -262,12 +260,10 @@ def test_trees_across_a_sliding_window(family, attention):
     assert accepted > 0
 
 
-def test_a_packed_target_reads_trees(random_target):
+@pytest.mark.parametrize("attention", ["sdpa", "eager", GROUPED])
+def test_every_attention_of_targets_reads_trees(random_target, attention):
     target = random_target(vocab_size=32)
-    target.model.to(torch.bfloat16)
-    if not can_pack(target.dtype, target.device):
-        pytest.skip("no packed product on this machine")
-    target.pack()
+    target.model.config._attn_implementation = attention
     refuse_without_trees(target)
 
 
