@@ -68,13 +68,16 @@ class CaptureConfig:
     """Which layers are tapped and how features are kept. `taps` overrides `num_taps`.
 
     `mode` is "offline" (features are stored) or "online" (the target computes them while training,
-    on `device` if that is given). `dtype` is float32, bfloat16, fp8 or int8. With `batch_tokens=1`
-    every document has a forward pass of its own. `plan` only prints what a capture would take;
-    the stage `verify` computes `verify_documents` afresh.
+    on `device` if that is given). `target_sharding` of online features is "replicated" (every
+    process holds the target) or "fsdp2" (its layers are shared out over the processes). `dtype` is
+    float32, bfloat16, fp8 or int8. With `batch_tokens=1` every document has a forward pass of its
+    own. `plan` only prints what a capture would take; the stage `verify` computes
+    `verify_documents` afresh.
     """
 
     mode: str = "offline"
     device: str | None = None
+    target_sharding: str = "replicated"
     plan: bool = False
     drop_degenerate: bool = False
     num_taps: int = 5

@@ -35,7 +35,7 @@ def validate(config: Config) -> None:
     """
     problems = [
         f"{key}={value}: expected {expected}"
-        for group in (_data, _drafter, _training, _launching, _decoding)
+        for group in (_data, _drafter, _training, _sharing, _launching, _decoding)
         for ok, key, value, expected in group(config)
         if not ok
     ]
@@ -176,6 +176,15 @@ def _training(config: Config) -> Iterator[Check]:
     yield n.loss_kernel in KERNELS, "train.loss_kernel", n.loss_kernel, f"one of {KERNELS}"
     yield n.attention in ATTENTION, "train.attention", n.attention, f"one of {ATTENTION}"
     yield wandb in (None, "offline", "online"), "logger.wandb", wandb, "offline, online or null"
+
+
+def _sharing(config: Config) -> Iterator[Check]:
+    known, sharding = ("replicated", "fsdp2"), config.capture.target_sharding
+    yield sharding in known, "capture.target_sharding", sharding, f"one of {known}"
+    decodes = config.train.decode_validation
+    expected = "0 where capture.target_sharding=fsdp2: one process alone cannot decode then"
+    whole = sharding == "replicated" or not decodes
+    yield whole, "train.decode_validation", decodes, expected
 
 
 def _launching(config: Config) -> Iterator[Check]:

@@ -1,10 +1,15 @@
 """Several processes of one run, as a launcher starts them."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+SECONDS = 300
 
 
 def free_port() -> int:
@@ -13,16 +18,54 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+def meeting(count: int) -> dict[str, str]:
+    """How `count` ranks of a run on this machine find each other."""
+    return {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+
+
+def forked(work: Callable[[], None], count: int, folder: Path) -> None:
+    """Do `work` as each of `count` ranks, in forks of this process, which need no imports.
+
+    Raises:
+        AssertionError: one of them failed; the message is what it printed.
+    """
+    shared, children = meeting(count), {}
+    for rank in range(count):
+        log = folder / f"rank{rank}.log"
+        if child := os.fork():
+            children[child] = log
+            continue
+        status = 1
+        signal.alarm(SECONDS)  # who waits for one that failed ends, too
+        try:
+            with log.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            os.environ |= {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    ended = {log: os.waitpid(child, 0)[1] for child, log in children.items()}
+    assert not any(ended.values()), "\n".join(log.read_text() for log in ended)
+
+
 def start(command: Sequence[str], count: int) -> list[subprocess.Popen[str]]:
     """Start a command as each of `count` ranks."""
     shared = {
         **os.environ,
         "PYTHONPATH": ":".join(sys.path),
         "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        **meeting(count),
     }
     return [
         subprocess.Popen(
@@ -37,7 +80,7 @@ def start(command: Sequence[str], count: int) -> list[subprocess.Popen[str]]:
 
 
 def finish(
-    processes: list[subprocess.Popen[str]], timeout: float = 300.0
+    processes: list[subprocess.Popen[str]], timeout: float = SECONDS
 ) -> list[subprocess.CompletedProcess[str]]:
     """How each ended, in order of rank."""
     try:

@@ -129,7 +129,7 @@ def ignore_signals(_: int) -> None:
 class Loader(DataLoader):
     """Micro-batches in order, from number `start` on; its length is what remains.
 
-    Online ones are made while the one before is trained on.
+    Online ones are made while the one before is trained on, unless the target is sharded.
     """
 
     def __init__(self, batches: Batches, workers: int, start: int = 0) -> None:
@@ -145,7 +145,7 @@ class Loader(DataLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         loaded = super().__iter__()
-        return one_ahead(loaded) if self.online else loaded
+        return one_ahead(loaded) if self.online and self.dataset.store.ahead else loaded
 
 
 class FeatureData(LightningDataModule):

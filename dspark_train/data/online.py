@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from dspark_train import ranks
 from dspark_train.data.encoding import decode, encode
 from dspark_train.data.forward import target_states
 from dspark_train.data.layout import batches
@@ -20,6 +21,8 @@ class OnlineFeatures:
     features are rounded as there. With `batch_tokens=1` every document has a forward pass of its
     own in both modes, and on a CPU the numbers agree to the last bit; else documents share passes
     with others, which changes the order of sums in the last bits.
+
+    Of a target that is sharded all processes ask at the same time, each for documents of its own.
 
     Attributes:
         directory, identities, lengths: as of a store.
@@ -72,9 +75,7 @@ class OnlineFeatures:
     def documents(self, numbers: Sequence[int]) -> list[Document]:
         """Several documents in as few forward passes as `batch_tokens` allows."""
         found: dict[int, Document] = {}
-        for batch in batches(
-            sorted(numbers, key=lambda n: self.lengths[n]), self.lengths, self._batch_tokens
-        ):
+        for batch in self._passes(numbers):
             rows = [self._documents.document(self._order[n]) for n in batch]
             states = target_states(self._target, [row.input_ids for row in rows], self._taps)
             for n, row, (features, last_hidden) in zip(batch, rows, states, strict=True):
@@ -89,6 +90,22 @@ class OnlineFeatures:
                     label_rows=labels,
                 )
         return [found[n] for n in numbers]
+
+    def _passes(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Documents of each forward pass."""
+        shortest_first = sorted(numbers, key=lambda n: self.lengths[n])
+        passes = list(batches(shortest_first, self.lengths, self._batch_tokens))
+        if self._target.sharded:  # who has fewer passes than another process repeats its shortest
+            passes += passes[:1] * (max(ranks.gather(len(passes))) - len(passes))
+        return passes
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a thread may ask while training goes on.
+
+        Not where processes speak with each other in both: their messages could cross.
+        """
+        return not self._target.sharded
 
     def verify(self) -> None:
         """Nothing is stored; the rollouts' checksums were compared when they were opened."""

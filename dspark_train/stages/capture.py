@@ -27,7 +27,7 @@ from dspark_train.target.layers import default_taps, validate_taps
 
 SHARED = True
 # what does not decide what is captured
-OPERATIONAL = ("plan", "device", "verify_documents")
+OPERATIONAL = ("plan", "device", "target_sharding", "verify_documents")
 
 
 def inputs(config: Config) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dspark_train.data.store import FeatureStore
 from dspark_train.stages.capture import make_plan
 from dspark_train.stages.targets import load_target, require_same_target
 from dspark_train.target import Target
+from dspark_train.target.sharding import shard
 
 
 def captured_as(config: Config, capture: Artifact) -> CaptureConfig:
@@ -26,10 +27,12 @@ def open_features(config: Config, capture: Artifact, target: Target) -> Features
     Args:
         config: of the run; what the capture decided is taken from its manifest.
         capture: its artifact.
-        target: used for online features, unless `capture.device` names a device of its own.
+        target: used for online features, unless `capture.device` names a device of its own; with
+            `capture.target_sharding=fsdp2` it is shared out for good.
 
     Raises:
-        ValueError: a damaged store, or rollouts other than those the capture was made of.
+        ValueError: a damaged store, rollouts other than those the capture was made of, or a target
+            that cannot be sharded.
     """
     if capture.facts["mode"] == "offline":
         return FeatureStore(capture)
@@ -44,6 +47,8 @@ def open_features(config: Config, capture: Artifact, target: Target) -> Features
         config = replace(config, target=replace(config.target, device=c.device))
         target = load_target(config)
         require_same_target(target, capture.facts["target"], str(capture.directory))
+    if c.target_sharding == "fsdp2":
+        shard(target)
     plan = make_plan(c, rollout, target)
     return OnlineFeatures(
         plan.documents,

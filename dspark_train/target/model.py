@@ -43,7 +43,10 @@ class Target:
         tokenizer: its tokenizer, or None for a model wrapped without one.
         head: embedding and LM head as a drafter shares them.
         name, revision: where the model came from.
+        layers: of its decoder.
         num_layers, hidden_size: of its decoder.
+        packed, sharded: whether its weights are laid out for a CPU (`pack`), or shared out over
+            processes (`sharding.shard`).
         vocab_size: rows of the LM head (may exceed the tokenizer).
         max_positions: longest context; `sys.maxsize` if the family has no limit.
         eos_ids: token ids that end a response; may be empty.
@@ -69,7 +72,7 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
-        self.packed, self._weights_sha = False, None
+        self.packed, self.sharded, self._weights_sha = False, False, None
         self.head = TargetHead(model)
         self._decoder: nn.Module = model.get_decoder()
         probe(name, model, self._decoder, self.head)
@@ -82,7 +85,7 @@ class Target:
         self.vocab_size = self.head.vocab_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
         self.eos_ids = eos_ids(model, tokenizer)
-        self._layers = decoder_layers(name, self._decoder, self.num_layers)
+        self.layers = decoder_layers(name, self._decoder, self.num_layers)
         # The keyword was renamed between transformers releases.
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
@@ -197,7 +200,7 @@ class Target:
             ValueError: if `taps` are not layers of this target.
         """
         layers = validate_taps(taps, self.num_layers) if taps else ()
-        with tapped(self._layers, layers) as captured:
+        with tapped(self.layers, layers) as captured:
             outputs = self._decoder(
                 input_ids=input_ids,
                 position_ids=position_ids,
