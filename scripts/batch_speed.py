@@ -1,15 +1,18 @@
 """Rollout sampling against transformers' batched `generate`: same prompts, batch and settings.
 
-    python scripts/batch_speed.py runs/quickstart [--batch 32] [--tokens 192] [--threads 2]
+    python scripts/batch_speed.py runs/quickstart [--batch 32] [--tokens 192] [--minutes 6]
 
-Two comparisons, each interleaved: "full" rows all run to the last token; in "ended" ones rows end
-at their EOS, and three batches of prompts are answered (ours refills, `generate` waits for the
-longest row of each batch).
+Two comparisons: in "full" all rows run to the last token, so that only passes are compared; in
+"ended" rows end at their EOS, and three batches of prompts are answered, as a rollout does it (ours
+refills, `generate` waits for the longest row of each batch). Both sides take turns, round by round,
+until another round would not fit into the time; one round is always measured. Ours has the target
+as a rollout loads it, transformers has its own.
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +22,11 @@ from dspark_train.decoding.batch import generate_batch
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.stages.rollout import split_prompts
 from dspark_train.target import Target
+
+BATCHES = 3
+# how the time is shared out between the two comparisons
+SHARES = {"full": 0.4, "ended": 0.6}
+Decode = Callable[[list[list[int]], int, bool], int]
 
 
 def ours(target: Target, prompts: list[list[int]], batch: int, tokens: int, ends: bool) -> int:
@@ -60,34 +68,64 @@ def theirs(target: Target, prompts: list[list[int]], batch: int, tokens: int, en
     return made
 
 
-def main() -> None:
+def rounds(
+    name: str, sides: dict[str, Decode], prompts: list[list[int]], tokens: int, seconds: float
+) -> dict[str, list[float]]:
+    """Tokens per second of each side, of as many rounds as fit into the time, one at least."""
+    speeds: dict[str, list[float]] = {side: [] for side in sides}
+    begin, last = time.perf_counter(), 0.0
+    while not speeds["ours"] or time.perf_counter() - begin + last < seconds:
+        last = -time.perf_counter()
+        for side, decode in sides.items():
+            since = time.perf_counter()
+            made = decode(prompts, tokens, name == "ended")
+            took = time.perf_counter() - since
+            speeds[side].append(made / took)
+            print(
+                f"{name:<6} round {len(speeds[side])}: {side:<12} {made:>7,} tokens in "
+                f"{took:>6.1f} s, {made / took:>6,.0f} tokens/s",
+                flush=True,
+            )
+        last += time.perf_counter()
+    return speeds
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--dtype", default="bfloat16")
-    given = parser.parse_args()
+    parser.add_argument("--minutes", type=float, default=6)
+    parser.add_argument("--dtype", help="of the target; default: that of the run")
+    given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
     rollout = Artifact.open(given.run / "rollout")
-    target = Target.load(rollout.facts["target"]["name"], dtype=given.dtype)
-    target.model.generation_config.eos_token_id = None  # given with each call
-    found = [row["prompt"] for row in split_prompts(rollout, "train", 3 * given.batch)]
-    for ends, prompts in ((False, found[: given.batch]), (True, found)):
-        for decode in (ours, theirs):
-            decode(target, prompts[: given.batch], given.batch, 4, ends)  # warm up
-        speeds: dict[str, list[float]] = {"ours": [], "theirs": []}
-        for _ in range(given.repeat):
-            for name, decode in (("ours", ours), ("theirs", theirs)):
-                begin = time.perf_counter()
-                made = decode(target, prompts, given.batch, given.tokens, ends)
-                speeds[name].append(made / (time.perf_counter() - begin))
-        a, b = (statistics.median(speeds[name]) for name in ("ours", "theirs"))
+    name, dtype = (rollout.settings["target"][key] for key in ("name", "dtype"))
+    dtype = given.dtype or dtype
+    target, stock = (Target.load(name, dtype=dtype, pack=pack) for pack in (True, False))
+    stock.model.generation_config.eos_token_id = None  # given with each call
+    sides: dict[str, Decode] = {
+        "ours": lambda rows, tokens, ends: ours(target, rows, given.batch, tokens, ends),
+        "transformers": lambda rows, tokens, ends: theirs(stock, rows, given.batch, tokens, ends),
+    }
+    found = [row["prompt"] for row in split_prompts(rollout, "train", BATCHES * given.batch)]
+    print(
+        f"{name}, {dtype}, {given.threads} threads, batch {given.batch}, {given.tokens} new "
+        "tokens, T 0.7"
+    )
+    measured = {}
+    for part, share in SHARES.items():
+        prompts = found[: given.batch] if part == "full" else found
+        for decode in sides.values():
+            decode(prompts[: given.batch], 4, part == "ended")  # warm up
+        seconds = 60 * given.minutes * share
+        measured[part] = len(prompts), rounds(part, sides, prompts, given.tokens, seconds)
+    for part, (count, speeds) in measured.items():
+        a, b = (statistics.median(speeds[side]) for side in sides)
         print(
-            f"{'ended' if ends else 'full':<6} {len(prompts)} prompts, batch {given.batch}, "
-            f"{given.tokens} new tokens, T 0.7: ours {a:,.0f} tokens/s, transformers {b:,.0f} "
-            f"tokens/s, {a / b:.2f} times (medians of {given.repeat})"
+            f"{part:<6} {count} prompts: ours {a:,.0f} tokens/s, transformers {b:,.0f} tokens/s, "
+            f"{a / b:.2f} times (medians of {len(speeds['ours'])})"
         )
 
 

@@ -109,16 +109,10 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     capture = inputs["capture"]
     target = load_target(config)
     require_same_target(target, capture.facts["target"], str(capture.directory))
-    torch.manual_seed(config.train.seed)  # the first weights
-    drafter = Drafter(drafter_config(config, target, capture.facts))
-    head, store = target.head, open_features(config, capture, target)
-    usable = usable_vocabulary(target.tokenizer, target.vocab_size)
-    decode = decoding(config, target)
+    store = open_features(config, capture, target)
+    drafter, kept = new_drafter(config, target, store, capture.facts)
+    head, decode = target.head, decoding(config, target)
     del target  # unless it computes features or decodes, the rest of it need not stay in memory
-    kept = None
-    if size := drafter.config.draft_vocab_size:
-        ids, kept = frequent_tokens(store, size, usable)
-        drafter.draft_only(ids)
     outcome = train_part(
         config,
         writer,
@@ -132,9 +126,31 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     )
     if kept is None:
         return outcome
+    size = drafter.config.draft_vocab_size
     line = f"{outcome.line}, {size:,} draft tokens that are {100 * kept:.2f} % of the responses"
     facts = {"draft_vocabulary": {"size": size, "share": round(kept, 6)}}
     return replace(outcome, line=line, facts=outcome.facts | facts)
+
+
+def new_drafter(
+    config: Config, target: Target, store: Features, facts: Mapping[str, Any]
+) -> tuple[Drafter, float | None]:
+    """A drafter with its first weights, which the seed decides.
+
+    Args:
+        facts: of the capture.
+
+    Returns:
+        The drafter; and if it has a vocabulary of its own, that one's share of the responses.
+    """
+    torch.manual_seed(config.train.seed)
+    drafter = Drafter(drafter_config(config, target, facts))
+    size = drafter.config.draft_vocab_size
+    if not size:
+        return drafter, None
+    ids, kept = frequent_tokens(store, size, usable_vocabulary(target.tokenizer, target.vocab_size))
+    drafter.draft_only(ids)
+    return drafter, kept
 
 
 def decoding(config: Config, target: Target) -> Decoding | None:
