@@ -158,7 +158,8 @@ class ArtifactWriter:
     def begin(self) -> None:
         """Make the directory this work's own; work of another kind in it is set aside."""
         if not self._begun:
-            set_aside(self.directory)
+            if aside := set_aside(self.directory):
+                print(f"{self.stage:<10} other settings or inputs: what was there is now {aside}")
             self._begun = True
             self._save_marker()
 

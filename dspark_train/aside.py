@@ -18,11 +18,14 @@ def finished(directory: Path) -> bool:
     return (directory / MANIFEST).exists()
 
 
-def set_aside(directory: Path) -> None:
-    """Move a directory out of the way, replacing an older one there."""
-    if directory.exists() and any(directory.iterdir()):
-        kind = "previous" if finished(directory) else "unfinished"
-        _move(directory, directory.with_name(f"{directory.name}.{kind}"))
+def set_aside(directory: Path) -> Path | None:
+    """Move a directory out of the way, replacing an older one there; where it lies now, if any."""
+    if not directory.exists() or not any(directory.iterdir()):
+        return None
+    kind = "previous" if finished(directory) else "unfinished"
+    aside = directory.with_name(f"{directory.name}.{kind}")
+    _move(directory, aside)
+    return aside
 
 
 def bring_back(directory: Path, wanted: str) -> bool:

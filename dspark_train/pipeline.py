@@ -160,9 +160,6 @@ def is_due(config: Config, name: str) -> bool:
         if artifact.fingerprint == wanted:
             print(f"{name:<10} finished before, in {artifact.seconds:.1f} s: {directory}")
             return False
-        print(
-            f"{name:<10} its settings or inputs changed: what is there will become {name}.previous"
-        )
     return True
 
 

@@ -1,5 +1,6 @@
 """Configuration: what is written in YAML composes, what is wrong is refused by name."""
 
+import sys
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dspark_train.__main__ import CONFIGS, GROUPS, typed
+from dspark_train.__main__ import CONFIGS, GROUPS, main, typed
 from dspark_train.config import Config
+from dspark_train.pipeline import COMMANDS, STAGES
 
 YAML = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent != CONFIGS)
 
@@ -43,6 +45,20 @@ def test_every_file_composes_and_says_something(path: Path) -> None:
     elif path.stem != "csv":
         others = [other for other in YAML if other.parent == path.parent and other != path]
         assert all(configured(choice(other)) != config for other in others)
+
+
+def test_help_is_short_and_names_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["dspark_train", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) < 40, said
+    names = {path.parent.name for path in YAML} | {path.stem for path in YAML}
+    assert not {name for name in (*names, *STAGES, *COMMANDS) if name not in said}
+    assert said.count("python -m dspark_train ") == 4
+    assert "Powered by Hydra" not in said
 
 
 def test_groups_are_those_of_the_dataclasses() -> None:

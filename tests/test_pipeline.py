@@ -140,6 +140,16 @@ def test_generate_prints_text_and_statistics(tiny_run_finished: Run) -> None:
     assert ended.status == 0, ended
     assert "boat" in ended.out
     assert "tokens/s" in ended.out
+    assert "cut" not in ended.out
+
+
+def test_generate_says_what_cut_an_answer(tiny_run_finished: Run) -> None:
+    any_token = ("stages=[generate]", "generate.temperature=1e6", "generate.seed=0")
+    few = tiny_run_finished(*any_token, "prompt=please", "generate.max_new_tokens=2")
+    assert "[cut: generate.max_new_tokens=2]" in few.out, few
+    long = f"prompt='{'please ' * 110}'"
+    many = tiny_run_finished(*any_token, long, "generate.max_new_tokens=1000000")
+    assert "ends at 128 tokens]" in many.out, many
 
 
 @pytest.mark.slow

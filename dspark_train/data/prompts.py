@@ -36,6 +36,13 @@ class Prompt:
     category: str | None = None
 
 
+def said_lines(counts: Mapping[str, Any]) -> str:
+    """Where the malformed rows are, to end a sentence with; nothing if there are none."""
+    lines = counts.get("malformed_lines", [])
+    more = ", …" if len(lines) < counts["dropped"].get("malformed", 0) else ""
+    return f"; malformed: line {', '.join(map(str, lines))}{more}" if lines else ""
+
+
 class UnusableError(Exception):
     """A row that gives no prompt; its text is the reason it is counted under."""
 
@@ -135,7 +142,7 @@ class PromptReader:
             )
         if not seen:
             dropped = dict(sorted(counts["dropped"].items()))
-            found = f"all {counts['read']} rows were dropped ({dropped})"
+            found = f"all {counts['read']} rows were dropped ({dropped}{said_lines(counts)})"
             wanted = [self.columns.get(form, form) for form in _forms(self.columns)]
             raise ValueError(
                 f"prompts.source={self.source} has no usable prompt, "

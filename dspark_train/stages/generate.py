@@ -26,10 +26,12 @@ def run(config: Config) -> None:
     decoder = open_decoder(config, g.proposer, g.target, tree)
     template = getattr(decoder.target.tokenizer, "chat_template", None)
     messages = [{"role": "user", "content": config.prompt}]
+    target = decoder.target
+    prompt = config.prompt
+    if template:
+        prompt = target.encode_chat(messages, **config.prompts.template)
     stream = decoder.stream(
-        decoder.target.encode_chat(messages, **config.prompts.template)
-        if template
-        else config.prompt,
+        prompt,
         g.max_new_tokens,
         temperature=g.temperature,
         top_k=g.top_k,
@@ -39,7 +41,12 @@ def run(config: Config) -> None:
     )
     for piece in stream:
         print(piece, end="", flush=True)
-    stats = stream.result.stats
+    stats, total = stream.result.stats, stream.result.prompt_tokens + stream.result.stats.tokens
+    if stream.result.finish_reason == "length":
+        full = total >= target.max_positions
+        end = f"the context of {target.name} ends at {target.max_positions:,} tokens"
+        asked = f"generate.max_new_tokens={g.max_new_tokens}"
+        print(f"\n\n[cut: {end if full else asked}]", end="")
     print(
         f"\n\n{stats.tokens} tokens at {stats.tokens_per_second:.1f} tokens/s, τ {stats.tau:.2f}, "
         f"accepted per slot {[round(a, 2) for a in stats.acceptance_per_slot]}"

@@ -24,6 +24,7 @@ from dspark_train.data.answers import Answers, TargetAnswers
 from dspark_train.data.conversation import answer_all
 from dspark_train.data.encode import encode_prompts, given_rows
 from dspark_train.data.endpoint import EndpointAnswers
+from dspark_train.data.prompts import said_lines
 from dspark_train.decoding.loading import load_proposer
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.disk import check_space, nearest_folder, sha256_file, write_atomically
@@ -185,7 +186,7 @@ def outcome(
             "once; is it an instruct model, and does its chat template fit it?"
         )
     line = f"{seen['responses']:,} responses of {seen['response_tokens']:,} tokens to "
-    line += f"{counts['kept']:,} prompts{said(counts['dropped'])}"
+    line += f"{counts['kept']:,} prompts{said(counts['dropped'])}{said_lines(counts)}"
     noted = {
         "ran into a loop": seen["degenerate"],
         "turns left": seen["unanswered_turns"],

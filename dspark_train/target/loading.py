@@ -1,8 +1,11 @@
 """From the name of a target to its model and tokenizer, with errors that say what to do."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -11,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from dspark_train.target.gguf import package_folder
 from dspark_train.target.support import refuse_unsupported
@@ -67,14 +71,15 @@ def load_model(
         family = AutoModelForCausalLM._model_mapping.get(type(config), None)
         attn_implementation = "sdpa" if getattr(family, "_supports_sdpa", True) else "eager"
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=revision,
-            local_files_only=local,
-            dtype=torch_dtype,
-            attn_implementation=attn_implementation,
-            output_loading_info=True,
-        )
+        with no_bar_of_weights():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                revision=revision,
+                local_files_only=local,
+                dtype=torch_dtype,
+                attn_implementation=attn_implementation,
+                output_loading_info=True,
+            )
         model = model.to(device)
     except LOADING_ERRORS as error:
         raise ValueError(_explain(name, source, error)) from error
@@ -84,6 +89,19 @@ def load_model(
             f"{missing[0]}; its files are incomplete or belong to another model"
         )
     return model
+
+
+@contextlib.contextmanager
+def no_bar_of_weights() -> Iterator[None]:
+    """Within the context, transformers shows no progress bar; downloads, which take long, do."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    enable_progress_bars()  # the line before switches those of downloads off, too
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def load_tokenizer(name: str, source: str, *, revision: str | None) -> PreTrainedTokenizerBase:

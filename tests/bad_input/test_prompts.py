@@ -28,7 +28,7 @@ def test_prompts_that_are_not_there(tiny_run: Run) -> None:
     [
         ("", ["no usable prompt", "it is empty"]),
         ("\n\n", ["no usable prompt", "it is empty"]),
-        ("{not json\n[1]\n", ["all 2 rows were dropped", "'malformed': 2"]),
+        ("{not json\n[1]\n", ["all 2 rows were dropped", "'malformed': 2", "line 1, 2)"]),
         (b"\xff\xfe\x00\n", ["'malformed': 1"]),
         ('{"question": "why"}\n', ["'no prompt column': 1", "prompts.columns"]),
         ('{"prompt": ""}\n', ["'empty': 1"]),
@@ -49,7 +49,7 @@ def test_malformed_lines_are_counted_and_said(tiny_run: Run, tmp_path: Path) -> 
     good = write_prompts(tmp_path / "good.jsonl").read_text()
     ended = tiny_run("stages=[rollout]", prompts(tmp_path, "{not json\n" + good))
     assert ended.status == 0
-    assert "1 malformed)" in ended.out
+    assert "1 malformed); malformed: line 1" in ended.out
     counts = Artifact.open(tmp_path / "run" / "rollout").counts
     assert counts["malformed_lines"] == [1]
     assert counts["read"] == counts["kept"] + sum(counts["dropped"].values())
