@@ -95,13 +95,17 @@ def test_a_file_that_changed_size_since_is_written_again(place: Path) -> None:
     assert not writer(place).has("a")
 
 
-def test_nothing_moves_before_the_first_file(place: Path) -> None:
-    """Settings that a stage refuses must not cost what is finished."""
+def test_nothing_moves_before_the_first_file(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Settings that a stage refuses must not cost what is finished, nor say that it moved."""
     finish(place)
     work = writer(place, settings=2)
     assert not work.has("a")
     assert Artifact.open(place).settings == {"value": 1}
+    assert not capsys.readouterr().out
     work.write("a", b"new")
+    assert capsys.readouterr().out.endswith("was there is now " + f"{place}.previous\n")
     assert Artifact.open(place.with_name("stage.previous")).settings == {"value": 1}
 
 

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
     T5Config,
 )
+from transformers.utils import logging as transformers_logging
 
 from dspark_train.target import Target
 from dspark_train.target.support import refuse_unsupported
@@ -243,3 +244,13 @@ def test_layers_are_found_by_their_number(random_target: Callable[..., Target]) 
     model.config.num_hidden_layers = 7
     with pytest.raises(ValueError, match="no list of 7 layers"):
         Target.wrap(model)
+
+
+def test_loading_shows_no_bar_of_weights(
+    tiny_target_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who decodes from Python asked for one; the setting of others stays as it was."""
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
+    Target.load(str(tiny_target_folder), dtype="float32")
+    assert "Loading" not in capfd.readouterr().err
+    assert transformers_logging.is_progress_bar_enabled()
