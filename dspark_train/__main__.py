@@ -64,10 +64,12 @@ def typed(settings: DictConfig) -> Config:
     if problems:
         raise ValueError("settings:\n  " + "\n  ".join(problems))
     config = OmegaConf.to_object(schema)
-    from dspark_train.validation import validate  # brings torch along, which takes seconds
+    # these bring torch along, which takes seconds
+    from dspark_train.stages.targets import settled
+    from dspark_train.validation import validate
 
     validate(config)
-    return config
+    return settled(config)
 
 
 def leaves(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -29,12 +29,13 @@ from dspark_train.config_training import TrainConfig
 class TargetConfig:
     """The frozen model. `name` is a hub id, a folder, or `package:NAME` (weights in a package).
 
-    `pack` lays out bfloat16 weights on a CPU for passes over few tokens (`target/cpu.py`).
+    `dtype` "auto": bfloat16 where the hardware multiplies it, else float32. `pack` lays out weights
+    on a CPU for passes over few tokens (`target/cpu.py`).
     """
 
     name: str = MISSING
     revision: str | None = None
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     device: str = "auto"
     attn_implementation: str = "auto"
     pack: bool = True

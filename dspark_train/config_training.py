@@ -20,6 +20,8 @@ class TrainConfig:
     the beginning of parameter names) a learning rate of their own, `lr_heads` the heads. `ema` is
     the decay of an average of the weights, which is what is then validated and kept (0: none).
 
+    `precision` is Lightning's; "auto": bf16-mixed where `target.dtype=auto` is bfloat16, 32-true
+    elsewhere.
     `strategy` of several processes is "ddp" ("auto") or "fsdp2". Validation comes every
     `validate_steps` (null: once an epoch) and decodes `decode_tokens` tokens for each of
     `decode_validation` prompts. `keep` "best" takes the weights with the longest accepted length on
@@ -40,7 +42,7 @@ class TrainConfig:
     warmup: float = 0.04
     clip: float = 1.0
     ema: float = 0.0
-    precision: str = "bf16-mixed"
+    precision: str = "auto"
     strategy: str = "auto"
     compile: bool = False
     checkpoint_activations: bool = False

@@ -1,17 +1,19 @@
 """Configuration: what is written in YAML composes, what is wrong is refused by name."""
 
 import sys
-from dataclasses import FrozenInstanceError, fields, is_dataclass
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from dspark_train.__main__ import CONFIGS, GROUPS, main, typed
 from dspark_train.config import Config
 from dspark_train.pipeline import COMMANDS, STAGES
+from dspark_train.stages.targets import settled
 
 YAML = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent != CONFIGS)
 
@@ -176,3 +178,18 @@ def test_a_missing_key_is_named() -> None:
 def test_what_contradicts_itself_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configured(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("fast", "dtype", "precision"),
+    [(torch.bfloat16, "bfloat16", "bf16-mixed"), (torch.float32, "float32", "32-true")],
+)
+def test_auto_is_settled_before_anything_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, fast: torch.dtype, dtype: str, precision: str
+) -> None:
+    monkeypatch.setattr("dspark_train.stages.targets.fast_dtype", lambda device: fast)
+    given = configured("experiment=quickstart", "target.dtype=float16", "train.precision=16-mixed")
+    assert settled(given) == given
+    target, train = replace(given.target, dtype="auto"), replace(given.train, precision="auto")
+    config = settled(replace(given, target=target, train=train))
+    assert (config.target.dtype, config.train.precision) == (dtype, precision)

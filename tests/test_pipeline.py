@@ -176,7 +176,6 @@ def test_the_markov_head_mends_collisions(
         "train.lr=3e-3",
         "heads.epochs=3",
         "heads.lr=1e-2",
-        "calibrate.prompts=20",
         "bench.prompts=24",
         "bench.max_new_tokens=40",
         "bench.temperatures=[0.0,1.0]",
@@ -189,8 +188,6 @@ def test_the_markov_head_mends_collisions(
     assert min(without["acceptance_per_slot"][:6]) < 0.9  # … and still collides
     assert with_head["tau"] > 1.04 * without["tau"]
     assert rows["dspark", "greedy"]["greedy_identical"] is True
-    temperatures = Artifact.open(run / "calibrate").facts
-    assert sum(temperatures["ece_after"]) <= sum(temperatures["ece_before"])
 
 
 def test_other_contents_upstream_redo_what_was_made_of_them(

@@ -46,7 +46,7 @@ class SpeculativeDecoder:
         *,
         proposer: ProposerName = "drafter",
         tree: TreeShape | None = None,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device: str = "cpu",
     ) -> "SpeculativeDecoder":
         """Build a decoder from a drafter checkpoint.

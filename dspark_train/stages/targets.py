@@ -1,12 +1,13 @@
 """The target as configured, checked against what the artifacts were made with."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from dspark_train.config import Config
 from dspark_train.target import Target
+from dspark_train.target.cpu import fast_dtype
 
 
 def device(config: Config) -> torch.device:
@@ -27,6 +28,22 @@ def device(config: Config) -> torch.device:
             f"target.device={name}: no such device here ({reason}); take auto, cpu, or one that "
             "torch can use"
         ) from error
+
+
+def settled(config: Config) -> Config:
+    """The settings with what "auto" means on this machine where it decides results: dtypes.
+
+    Raises:
+        ValueError: torch has no such device here.
+    """
+    fast = fast_dtype(device(config))
+    precision = "bf16-mixed" if fast == torch.bfloat16 else "32-true"
+    target, train = config.target, config.train
+    if target.dtype == "auto":
+        target = replace(target, dtype=str(fast).removeprefix("torch."))
+    if train.precision == "auto":
+        train = replace(train, precision=precision)
+    return replace(config, target=target, train=train)
 
 
 def load_target(config: Config, *, stock: bool = False) -> Target:

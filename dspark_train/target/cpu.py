@@ -6,6 +6,7 @@ lives on. Attention of one token is a product of few rows where the query heads 
 head are taken as queries of that head.
 """
 
+import platform
 from typing import Any
 
 import torch
@@ -18,22 +19,36 @@ from transformers.masking_utils import sdpa_mask
 GROUPED = "sdpa_grouped"
 
 
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """What `auto` is: bfloat16 where the hardware multiplies it, else float32.
+
+    A CPU without such instructions emulates them, ten times slower than its float32.
+    """
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    has = torch.cpu._is_avx512_bf16_supported if x86 else _onednn_has_bfloat16
+    return torch.bfloat16 if device.type != "cpu" or has() else torch.float32
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine has a packed product for weights of that kind."""
     return (
         device.type == "cpu"
-        and dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and (dtype == torch.float32 or (dtype == torch.bfloat16 and _onednn_has_bfloat16()))
     )
 
 
+def _onednn_has_bfloat16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 class PackedLinear(nn.Module):
-    """A frozen linear layer whose bfloat16 weight is held in oneDNN's blocked layout only."""
+    """A frozen linear layer whose weight is held in oneDNN's blocked layout only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.nbytes = sum(p.nbytes for p in linear.parameters())
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.bias = None if linear.bias is None else linear.bias.detach()
 
@@ -58,10 +73,8 @@ def pack_linears(module: nn.Module) -> None:
 
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of the parameters of `module`, packed ones included."""
-    packed = [m for m in module.modules() if isinstance(m, PackedLinear)]
-    return sum(p.nbytes for p in module.parameters()) + sum(
-        2 * (m.in_features * m.out_features + (m.bias is not None) * m.out_features) for m in packed
-    )
+    packed = sum(m.nbytes for m in module.modules() if isinstance(m, PackedLinear))
+    return packed + sum(p.nbytes for p in module.parameters())
 
 
 def grouped_attention(

@@ -84,7 +84,8 @@ class TargetHead(nn.Module):
         """Map the final norm's output [..., D] to logits [..., V] in the head's dtype."""
         projection = self.projection
         needs_gradient = torch.is_grad_enabled() and last_hidden.requires_grad
-        if self._packed is not None and last_hidden.dtype == torch.bfloat16 and not needs_gradient:
+        same = last_hidden.dtype == projection.weight.dtype
+        if self._packed is not None and same and not needs_gradient:
             projection = self._packed
         logits = projection(last_hidden)
         if self.scale != 1.0:

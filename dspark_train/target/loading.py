@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from dspark_train.target.cpu import fast_dtype
 from dspark_train.target.gguf import package_folder
 from dspark_train.target.support import refuse_unsupported
 
@@ -57,9 +58,11 @@ def load_model(
         ValueError: on any failure of transformers or the hub, and if weights are missing, which
             transformers would replace by random ones.
     """
-    torch_dtype = getattr(torch, dtype, None)
+    torch_dtype = (
+        fast_dtype(torch.device(device)) if dtype == "auto" else getattr(torch, dtype, None)
+    )
     if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-        raise ValueError(f"target.dtype={dtype!r}; expected bfloat16, float16 or float32")
+        raise ValueError(f"target.dtype={dtype!r}; expected auto, bfloat16, float16 or float32")
     local = Path(source).is_dir()
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, local_files_only=local)

@@ -96,7 +96,7 @@ class Target:
         name: str,
         *,
         revision: str | None = None,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device: str = "cpu",
         attn_implementation: str = "auto",
         cache_dir: str | Path | None = None,
@@ -108,13 +108,14 @@ class Target:
             name: a hub id, a local folder, or `package:<distribution>` for GGUF weights inside an
                 installed Python package, which are converted once.
             revision: branch, tag or commit on the hub.
-            dtype: of the weights, by torch's name.
+            dtype: of the weights, by torch's name; "auto": bfloat16 where the hardware multiplies
+                it, else float32.
             device: torch device.
             attn_implementation: transformers' name of the attention kernel; "auto": sdpa, or
                 eager for families that sdpa cannot compute.
             cache_dir: where converted package weights are kept; default `$DSPARK_CACHE`, then
                 `~/.cache/dspark_train`.
-            pack: lay out bfloat16 weights on a CPU for fast short passes, see `Target.pack`.
+            pack: lay out weights on a CPU for fast short passes, see `Target.pack`.
 
         Raises:
             ValueError: naming what is missing or not supported, and what to do.

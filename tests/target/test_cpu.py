@@ -1,5 +1,6 @@
 """Packed weights and grouped attention give what the layers they replace give."""
 
+import platform
 from collections.abc import Callable
 
 import pytest
@@ -12,47 +13,58 @@ from dspark_train.target import Target
 from dspark_train.target.cpu import (
     PackedLinear,
     can_pack,
+    fast_dtype,
     grouped_attention,
     pack_linears,
     weight_bytes,
 )
 
 CPU = torch.device("cpu")
-needs_packing = pytest.mark.skipif(
-    not can_pack(torch.bfloat16, CPU), reason="this CPU has no bfloat16 products of oneDNN"
-)
+# what this CPU can pack: float32 everywhere, bfloat16 where oneDNN has products of it
+PACKABLE = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, CPU)]
 
 
-@needs_packing
+@pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize("rows", [(1,), (5,), (2, 3), (64,)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_packed_linear(rows: tuple[int, ...], bias: bool) -> None:
+def test_packed_linear(rows: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    dense = nn.Linear(96, 40, bias=bias, dtype=torch.bfloat16)
-    x = torch.randn(*rows, 96).bfloat16()
+    dense = nn.Linear(96, 40, bias=bias, dtype=dtype)
+    x = torch.randn(*rows, 96).to(dtype)
     with torch.no_grad():
         packed = PackedLinear(dense)
         expected = F.linear(
             x.double(), dense.weight.double(), dense.bias.double() if bias else None
         )
     assert packed(x).shape == (*rows, 40)
-    # one rounding to bfloat16 of a sum in float32
-    torch.testing.assert_close(packed(x).double(), expected, rtol=2**-8, atol=1e-5)
+    # at most one rounding to bfloat16 of a sum in float32
+    rtol = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(packed(x).double(), expected, rtol=rtol, atol=1e-5)
     assert torch.equal(packed.weight, dense.weight)
 
 
-@needs_packing
-def test_packing_replaces_every_linear_layer_and_counts_its_bytes() -> None:
-    drafter = Drafter(DrafterConfig(hidden_size=32, target_layer_ids=[0, 1])).bfloat16()
+@pytest.mark.parametrize("dtype", PACKABLE)
+def test_packing_replaces_every_linear_layer_and_counts_its_bytes(dtype: torch.dtype) -> None:
+    drafter = Drafter(DrafterConfig(hidden_size=32, target_layer_ids=[0, 1])).to(dtype)
     before = sum(p.nbytes for p in drafter.parameters())
     pack_linears(drafter)
     assert not [m for m in drafter.modules() if type(m) is nn.Linear]
     assert weight_bytes(drafter) == before
 
 
-@pytest.mark.parametrize(("dtype", "device"), [("float32", "cpu"), ("bfloat16", "meta")])
-def test_only_bfloat16_on_a_cpu_is_packed(dtype: str, device: str) -> None:
+@pytest.mark.parametrize(("dtype", "device"), [("float64", "cpu"), ("bfloat16", "meta")])
+def test_what_is_not_packed(dtype: str, device: str) -> None:
     assert not can_pack(getattr(torch, dtype), torch.device(device))
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_auto_is_bfloat16_only_where_the_hardware_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, has: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert fast_dtype(CPU) == (torch.bfloat16 if has else torch.float32)
+    assert fast_dtype(torch.device("meta")) == torch.bfloat16
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -75,19 +87,22 @@ def test_grouped_attention(queries: int, masked: bool) -> None:
         torch.testing.assert_close(result[:, :, head], expected)
 
 
-@needs_packing
-def test_a_packed_target_is_the_same_target(random_target: Callable[..., Target]) -> None:
-    plain = Target.wrap(random_target(vocab_size=50).model.bfloat16())
-    packed = Target.wrap(random_target(vocab_size=50).model.bfloat16())
+@pytest.mark.parametrize("dtype", PACKABLE)
+def test_a_packed_target_is_the_same_target(
+    random_target: Callable[..., Target], dtype: torch.dtype
+) -> None:
+    plain = Target.wrap(random_target(vocab_size=50).model.to(dtype))
+    packed = Target.wrap(random_target(vocab_size=50).model.to(dtype))
     before = packed.fingerprint()
     packed.pack()
     assert packed.packed
     assert packed.fingerprint() == before == plain.fingerprint()
     ids = torch.randint(50, (2, 7))
     expected, found = (t.forward(ids, taps=(0, 1)) for t in (plain, packed))
+    near = 0.05 if dtype == torch.bfloat16 else 1e-3
     for name in ("last_hidden", "features"):
         one, other = getattr(expected, name), getattr(found, name)
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+        torch.testing.assert_close(one, other, rtol=near, atol=near)
     hidden = expected.last_hidden
     torch.testing.assert_close(plain.head.logits(hidden), packed.head.logits(hidden))
     # training still gets gradients through the head

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dspark_train.target import Target
+from dspark_train.target.cpu import fast_dtype
 from dspark_train.target.gguf import default_cache_dir, find_gguf, mend_tokenizer, package_folder
 from tests import tiny_language
 
@@ -84,7 +85,7 @@ class TestConverted:
 
     def test_model(self, smollm: Target) -> None:
         assert (smollm.num_layers, smollm.hidden_size, smollm.vocab_size) == (30, 576, 49152)
-        assert smollm.dtype == torch.bfloat16
+        assert smollm.dtype == fast_dtype(smollm.device)
         assert smollm.max_positions == 8192
         assert smollm.eos_ids == (2,)
 
