@@ -45,7 +45,7 @@ def validate(config: Config) -> None:
 
 def _data(config: Config) -> Iterator[Check]:
     t, p, r, c = config.target, config.prompts, config.rollout, config.capture
-    yield t.dtype in ("auto", *DTYPES), "target.dtype", t.dtype, f"auto or one of {DTYPES}"
+    yield t.dtype in ("auto", *DTYPES), "target.dtype", t.dtype, f"one of {('auto', *DTYPES)}"
     yield bool(p.source), "prompts.source", p.source, "a file, a folder or a dataset's name"
     yield 0 <= p.calibration < 1, "prompts.calibration", p.calibration, "a share in [0, 1)"
     yield 0 <= p.held_out < 1, "prompts.held_out", p.held_out, "a share in [0, 1)"
