@@ -34,10 +34,22 @@ QUOTED = """like 'prompt="Is 2 + 2 = 4, or not?"'"""
 JOB = "DSPARK_JOB"
 GROUPS = tuple(group.name for group in fields(Config) if is_dataclass(group.type))
 
-# all keys with their defaults, so that YAML and command line hold only what differs
-ConfigStore.instance().store(
-    name="defaults", node=OmegaConf.to_container(OmegaConf.structured(Config))
-)
+
+def defaults() -> DictConfig:
+    """All keys with their defaults, so that YAML and command line hold only what differs.
+
+    A setting that is a dictionary takes any key: `prompts.template.enable_thinking=false`.
+    """
+    plain = OmegaConf.to_container(OmegaConf.structured(Config))
+    keys = OmegaConf.create(plain)
+    for group in GROUPS:
+        for key, value in plain[group].items():
+            if isinstance(value, dict):
+                OmegaConf.set_struct(keys[group][key], False)
+    return keys
+
+
+ConfigStore.instance().store(name="defaults", node=defaults())
 
 
 def typed(settings: DictConfig) -> Config:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
 
 from dspark_train.__main__ import CONFIGS, GROUPS, main, typed
 from dspark_train.config import Config
@@ -47,6 +48,19 @@ def test_every_file_composes_and_says_something(path: Path) -> None:
     elif path.stem != "csv":
         others = [other for other in YAML if other.parent == path.parent and other != path]
         assert all(configured(choice(other)) != config for other in others)
+
+
+def test_dictionaries_take_keys_of_their_own() -> None:
+    """As the README gives them, with and without Hydra's plus."""
+    thinking = {"enable_thinking": False}
+    assert configured("prompts.template={enable_thinking: false}").prompts.template == thinking
+    assert configured("prompts.template.enable_thinking=false").prompts.template == thinking
+    assert configured("prompts.columns.prompt=question").prompts.columns == {"prompt": "question"}
+    assert configured("train.lr_parts={fc: 1e-3}").train.lr_parts == {"fc": 1e-3}
+    for plus in ("", "+"):
+        assert configured(f"{plus}train.trainer.devices=1").train.trainer == {"devices": 1}
+    with pytest.raises(ConfigCompositionException):
+        configured("train.speed=1")
 
 
 def test_help_is_short_and_names_everything(
