@@ -6,7 +6,7 @@
 With --train, the effect on τ: the run's training again, once for every dtype, with its settings and
 seed, on its own capture. What a store of fewer bits would give is rounded from that capture as it
 is read, to the same numbers. Validation documents are never rounded: τ is of the same numbers for
-all. Nothing of the run is changed.
+all. Nothing of the run is changed. A row for float32 needs a capture in float32 (capture.dtype).
 """
 
 import argparse

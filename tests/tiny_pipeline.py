@@ -113,7 +113,7 @@ def fingerprints(run: Path) -> dict[str, str]:
 
 def changed_target(folder: Path, tmp_path: Path, change: Callable[[Target], None]) -> Path:
     """A copy of a target, changed, in `tmp_path/other_target`."""
-    target = Target.load(str(folder), dtype="float32")
+    target = Target.load(str(folder), dtype="float32", pack=False)
     change(target)
     path = tmp_path / "other_target"
     target.model.save_pretrained(path)

@@ -227,7 +227,7 @@ def test_roles_the_template_refuses_are_counted(
     tiny_run: Run, tiny_target_folder: Path, tmp_path: Path
 ) -> None:
     """Fault 44: one row that the template refuses does not end the run."""
-    target = Target.load(str(tiny_target_folder), dtype="float32")
+    target = Target.load(str(tiny_target_folder), dtype="float32", pack=False)
     refuse = "{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     target.tokenizer.chat_template = MARKED.replace("messages %}", "messages %}" + refuse, 1)
     folder = tmp_path / "strict"

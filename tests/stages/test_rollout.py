@@ -11,7 +11,7 @@ import pytest
 from dspark_train.artifacts import Artifact
 from dspark_train.stages.rollout import responses
 from dspark_train.target import Target
-from tests.tiny_pipeline import Run
+from tests.tiny_pipeline import Run, changed_target
 
 READ = """
 import resource, sys
@@ -68,6 +68,51 @@ def test_penalties_are_recorded_and_applied(tiny_run: Run, tmp_path: Path) -> No
         answers = [row["response"] for row in rows_of(tmp_path / "run")]
         repeats = sum(len(answer) - len(set(answer)) for answer in answers)
         assert (repeats == 0) == (given == "1000")
+
+
+def test_several_samples_are_other_answers_to_the_same_prompts(
+    tiny_run: Run, tmp_path: Path
+) -> None:
+    """Each has a seed of its own, which neither shards nor the batch decide."""
+    found = []
+    given = ("rollout.samples_per_prompt=3", "prompts.limit=20", "rollout.temperature=2")
+    for shard, batch in ((40, 32), (7, 3)):
+        sizes = (f"rollout.shard_prompts={shard}", f"rollout.batch_size={batch}")
+        assert tiny_run("stages=[rollout]", *given, *sizes).status == 0
+        found.append(rows_of(tmp_path / "run"))
+    assert found[0] == found[1]
+    groups = [found[0][i : i + 3] for i in range(0, len(found[0]), 3)]
+    assert len(groups) > 10
+    for group in groups:
+        assert [row["sample"] for row in group] == [0, 1, 2]
+        assert len({(row["id"], str(row["prompt"])) for row in group}) == 1
+    different = sum(len({str(row["response"]) for row in group}) for group in groups)
+    assert different > 2 * len(groups)
+    artifact = Artifact.open(tmp_path / "run" / "rollout")
+    assert artifact.settings["rollout"]["samples_per_prompt"] == 3
+
+
+def test_template_arguments_are_applied_and_recorded(
+    tiny_run: Run, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    """Thinking is switched by the template: another prompt, so other work."""
+
+    def thinking(target: Target) -> None:
+        quiet = "{% if enable_thinking is defined and not enable_thinking %}of course {% endif %}"
+        target.tokenizer.chat_template += quiet
+
+    folder = changed_target(tiny_target_folder, tmp_path, thinking)
+    prompts, artifacts = [], []
+    for template in ("{}", "{enable_thinking: false}"):
+        given = (f"target.name={folder}", f"prompts.template={template}", "prompts.limit=8")
+        assert tiny_run("stages=[rollout]", *given).status == 0
+        prompts.append([row["prompt"] for row in rows_of(tmp_path / "run")])
+        artifacts.append(Artifact.open(tmp_path / "run" / "rollout"))
+    end = Target.load(str(folder), dtype="float32").tokenizer.encode("of course")
+    assert prompts[1] == [[*one, *end] for one in prompts[0]]
+    assert [one.facts["template"] for one in artifacts] == [{}, {"enable_thinking": False}]
+    assert artifacts[0].facts["template_sha256"] == artifacts[1].facts["template_sha256"]
+    assert artifacts[0].fingerprint != artifacts[1].fingerprint
 
 
 @pytest.mark.slow
