@@ -111,16 +111,21 @@ class DrafterTraining(LightningModule):
             # without a loss of its own the confidence head would keep its first weights unnoticed
             idle = name.startswith("confidence_head") and objective.confidence == 0
             parameter.requires_grad_(trained and not idle)
-        self.loss = DrafterLoss(
-            drafter,
-            head,
-            part=part,
-            objective=objective,
-            confidence_trains_backbone=confidence_trains_backbone,
-            memory_mb=settings.loss_memory_mb,
-            kernel=settings.loss_kernel,
-        )
-        self.average = copy.deepcopy(self.loss).requires_grad_(False) if settings.ema else None
+
+        def loss_of(drafter: Drafter) -> DrafterLoss:
+            return DrafterLoss(
+                drafter,
+                head,
+                part=part,
+                objective=objective,
+                confidence_trains_backbone=confidence_trains_backbone,
+                memory_mb=settings.loss_memory_mb,
+                kernel=settings.loss_kernel,
+            )
+
+        self.loss, self.average = loss_of(drafter), None
+        if settings.ema:  # of the drafter alone: the target's head is shared, and cannot be copied
+            self.average = loss_of(copy.deepcopy(drafter)).requires_grad_(False)
         if settings.checkpoint_activations:
             drafter.gradient_checkpointing_enable({"use_reentrant": False})
         if settings.compile:

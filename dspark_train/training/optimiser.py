@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from dspark_train.config import TrainConfig
+from dspark_train.training.muon import Muon
 
 HEADS = ("markov_head", "confidence_head")
 
@@ -48,10 +49,9 @@ class MuonAdamW(torch.optim.Optimizer):
         others: list[dict[str, Any]],
         betas: tuple[float, float],
         weight_decay: float,
+        dtype: torch.dtype,
     ) -> None:
-        self._muon = torch.optim.Muon(
-            matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
+        self._muon = Muon(matrices, weight_decay=weight_decay, dtype=dtype)
         self._adamw = fused_adamw(others, betas, weight_decay)
         both = (self._muon, self._adamw)
         super().__init__([group for part in both for group in part.param_groups], {})
@@ -81,7 +81,8 @@ def make_optimiser(
 
     Args:
         parameters: named as in the drafter; those without a gradient are left out.
-        settings: `optimiser`, `betas`, `weight_decay`, `warmup`, `lr_heads` and `lr_parts`.
+        settings: `optimiser`, `precision` (under bf16 Muon multiplies in bfloat16), `betas`,
+            `weight_decay`, `warmup`, `lr_heads` and `lr_parts`.
         lr: of what has no learning rate of its own.
         total: optimiser steps.
 
@@ -106,7 +107,8 @@ def make_optimiser(
     matrices = [item for item in trained if settings.optimiser == "muon" and by_muon(*item)]
     if matrices:
         others = [item for item in trained if not by_muon(*item)]
-        optimiser = MuonAdamW(groups(matrices), groups(others), betas, settings.weight_decay)
+        dtype = torch.bfloat16 if settings.precision.startswith("bf16") else torch.float32
+        optimiser = MuonAdamW(groups(matrices), groups(others), betas, settings.weight_decay, dtype)
     else:  # heads alone have nothing for Muon
         optimiser = fused_adamw(groups(trained), betas, settings.weight_decay)
     warmup = max(1, round(settings.warmup * total))

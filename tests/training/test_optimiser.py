@@ -9,6 +9,7 @@ from torch import nn
 
 from dspark_train.config import TrainConfig
 from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.training.muon import Muon
 from dspark_train.training.optimiser import cosine_schedule, learning_rates, make_optimiser
 
 NAMES = ["fc.weight", "layers.0.mlp.up_proj.weight", "layers.1.norm.weight", "markov_head.w"]
@@ -64,9 +65,7 @@ def test_parts_of_a_drafter_move_at_their_rates() -> None:
 def test_muon_takes_the_matrices_of_the_backbone() -> None:
     ours, alone = some_parameters(), some_parameters()
     optimiser = optimiser_of(ours, optimiser="muon")
-    muon = torch.optim.Muon(
-        [alone["fc_weight"]], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-    )
+    muon = Muon([{"params": [alone["fc_weight"]], "lr": 1e-2}], weight_decay=0.1)
     adamw = torch.optim.AdamW(
         [alone["norm"], alone["markov_head_w1"]], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1
     )

@@ -208,15 +208,18 @@ def test_killed_and_resumed_is_as_never_killed(alone: Runs, saves: int, workers:
         (TORCHRUN, ONE, ()),
         (ONE, TORCHRUN, ("train.strategy=fsdp2",)),
         (TORCHRUN, TORCHRUN, ("train.strategy=fsdp2", "train.ema=0.5")),
+        (ONE, TORCHRUN, ("train.strategy=fsdp2", "train.optimiser=muon")),
     ],
-    ids=["two to one", "one to two of fsdp2", "fsdp2"],
+    ids=["two to one", "one to two of fsdp2", "fsdp2", "muon under fsdp2"],
 )
 def test_resumed_on_other_ranks(
     alone: Runs, before: Sequence[str], after: Sequence[str], overrides: Sequence[str]
 ) -> None:
     expected = "one"
-    if "train.ema=0.5" in overrides:
+    if overrides[1:]:
         expected = "whole"
+        shutil.rmtree(alone.tmp_path / expected, ignore_errors=True)
+        shutil.rmtree(alone.tmp_path / "moved", ignore_errors=True)
         said = alone(expected, ONE, *overrides)
         assert alone.status == 0, said
     killed(alone, "moved", before, 3, *overrides)
