@@ -3,19 +3,22 @@
 Where a pass is as wide as its longest request, a shorter verify length of another one saves
 nothing. So what is decided is one width for all, and what is weighed is whole columns of drafts:
 `Θ(w) = R (1 + Σ_{k≤w} mean survival) / (seconds of R (1 + w) tokens + seconds to draft)`.
-Everything rests on rounds that are over, which is lawful by itself.
+Everything rests on rounds that are over, which is lawful by itself. A single request is as wide as
+itself, so Algorithm 1 decides about it.
 """
 
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from dspark_train.decoding.cost_hull import convex
 from dspark_train.decoding.cost_table import CostTable
-from dspark_train.decoding.policies import Drafts, Waiting
+from dspark_train.decoding.policies import Drafts, Prefix, Waiting
 from dspark_train.decoding.survival import survival
 
-# weight of the last round in the running means, and rounds without drafts until they are tried
-WEIGHT, PAUSE = 0.15, 24
+# least weight of the last round in the running means, rounds without drafts until they are tried,
+# and rounds after which one slot more than is verified is drafted, so that the width can grow
+WEIGHT, PAUSE, LOOK = 0.1, 24, 4
 
 
 class Columns:
@@ -30,27 +33,35 @@ class Columns:
         self.costs, self.temperatures = costs, np.asarray(temperatures, dtype=np.float64)
         # optimistic at first, else nothing would be drafted and learnt
         self.mean = np.cumprod(np.full(len(temperatures), 0.9))
-        self.width, self.paused, self.current = 0, 0, None
+        self.seen, self.alone = np.zeros(len(temperatures)), Prefix(convex(costs), temperatures)
+        self.width, self.paused, self.rounds, self.current = 0, 0, 0, None
 
     def draft_lengths(self, waiting: Waiting) -> np.ndarray:
         limits = np.asarray(waiting.limits)
         self.width = self._best(len(limits), waiting.context)
-        if self.paused >= PAUSE:
-            self.width = len(self.mean)
-        # one slot more than is verified, so that the width can grow
-        wanted = min(self.width + 1, len(self.mean)) if self.width else 0
-        return np.minimum(limits, wanted)
+        if len(limits) == 1:
+            return limits
+        if not self.width:
+            return np.minimum(limits, len(self.mean) if self.paused >= PAUSE else 0)
+        look = self.rounds % LOOK == 0
+        return np.minimum(limits, min(self.width + look, len(self.mean)))
 
     def verify_lengths(self, drafts: Drafts) -> np.ndarray:
-        lengths, live = np.minimum(drafts.drafted, self.width), None
-        if drafts.confidence is not None:
-            live = survival(drafts.confidence, self.temperatures, drafts.drafted)
-        self.current = (live, lengths if live is None else drafts.drafted)
-        return lengths
+        if drafts.confidence is None:  # after a pause only verdicts tell
+            lengths = np.minimum(drafts.drafted, self.width or len(self.mean))
+            self.current = (None, lengths)
+            return lengths
+        live = survival(drafts.confidence, self.temperatures, drafts.drafted)
+        self.current = (live, drafts.drafted)
+        if len(live) == 1:  # a pass is as wide as its only request: live confidences decide
+            return self.alone.verify_lengths(drafts)
+        return np.minimum(drafts.drafted, self.width)
 
     def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
-        self.paused = 0 if self.width else self.paused + 1
-        if self.current is None:
+        self.rounds += 1
+        drafted = self.current is not None and self.current[1].any()
+        self.paused = 0 if drafted else self.paused + 1
+        if not drafted:
             return
         live, reached = self.current
         if live is None:  # there were no confidences: what stood must do
@@ -60,11 +71,19 @@ class Columns:
 
     def _learn(self, survived: np.ndarray, reached: np.ndarray) -> None:
         """Count survivals `[R, K]` of slots that requests have reached; who is cut off earlier,
-        near its end for example, says nothing about the slots behind."""
-        for k in range(survived.shape[1]):
-            rows = reached > k
-            if rows.any():
-                self.mean[k] += WEIGHT * (float(survived[rows, k].mean()) - self.mean[k])
+        near its end for example, says nothing about the slots behind.
+
+        The first rounds are averaged, so that the optimistic beginning is forgotten at once.
+        """
+        slots = survived.shape[1]
+        rows = np.arange(slots) < reached[:, None]
+        count = rows.sum(0)
+        self.seen[:slots] += count > 0
+        weight = np.maximum(WEIGHT, 1 / np.maximum(self.seen[:slots], 1)) * (count > 0)
+        found = (survived * rows).sum(0) / np.maximum(count, 1)
+        self.mean[:slots] += weight * (found - self.mean[:slots])
+        # a slot that was not reached lately survives no longer than the one before it
+        np.minimum.accumulate(self.mean, out=self.mean)
 
     def _best(self, requests: int, context: float) -> int:
         slots = len(self.mean)
@@ -72,8 +91,7 @@ class Columns:
         committed = requests * np.concatenate(([1.0], 1.0 + self.mean.cumsum()))
         sizes = requests * (1 + widths)
         seconds = self.costs.verify_seconds(int(sizes[-1]), context)[sizes]
-        # one slot more is drafted than verified
-        shares = np.minimum(widths[1:], slots - 1) / max(slots - 1, 1)
+        shares = (widths[1:] - 1) / max(slots - 1, 1)
         drafts = [self.costs.drafting_seconds(requests, share)[requests] for share in (0.0, 1.0)]
         seconds[1:] += drafts[0] + shares * (drafts[1] - drafts[0])
         return int((committed / seconds).argmax())

@@ -60,7 +60,7 @@ def measure_costs(
     while clock() - began < budget and (gap := _widest_jump(jobs, contexts)):
         for context in contexts:
             jobs["verify", context, gap] = []
-        for _ in range(least + 1):
+        for _ in range(2):
             for context in contexts:
                 time("verify", context, gap)
 

@@ -18,7 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from dspark_train.decoding.cost_table import CostTable
+from dspark_train.decoding.cost_hull import cliffs, convex
+from dspark_train.decoding.cost_table import CLIFF, CostTable
 from dspark_train.decoding.difficulty import Difficulty
 from dspark_train.decoding.survival import fill, first_drop, ranked, survival, throughput
 
@@ -186,15 +187,18 @@ class Capacity(DraftsAll):
 
 
 class Auto:
-    """`Capacity`, and requests that are hard to guess draft shorter or not at all.
+    """Requests that are hard to guess draft shorter or not at all; live confidences do the rest.
 
-    Without confidences, recent verdicts alone decide how much is drafted, and all of it is
-    verified.
+    Which drafts are verified says Algorithm 1 on the convex hull of the costs. Where the curve has
+    cliffs at the sizes in question, `Capacity` says it. Without confidences, recent verdicts alone
+    decide how much is drafted, and all of it is verified.
     """
 
     def __init__(self, costs: CostTable, temperatures: Sequence[float], lag: int = LAG) -> None:
+        smooth = convex(costs)
         self.capacity = Capacity(costs, temperatures, lag)
-        self.difficulty = Difficulty(costs, len(temperatures))
+        self.prefix, self.cliffs = Prefix(smooth, temperatures), cliffs(costs)
+        self.difficulty = Difficulty(smooth, len(temperatures))
 
     def draft_lengths(self, waiting: Waiting) -> np.ndarray:
         return self.difficulty.draft_lengths(
@@ -204,7 +208,10 @@ class Auto:
     def verify_lengths(self, drafts: Drafts) -> np.ndarray:
         if drafts.confidence is None:
             return np.asarray(drafts.drafted)
-        return self.capacity.verify_lengths(drafts)
+        # the number of requests and the table decide, so this choice anticipates nothing
+        requests, slots = drafts.confidence.shape
+        rough = self.cliffs[requests : requests * (slots + 1) + 1].max(initial=0.0) > CLIFF / 2
+        return (self.capacity if rough else self.prefix).verify_lengths(drafts)
 
     def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
         self.capacity.observe(ids, judged, accepted)

@@ -17,7 +17,7 @@ def read_ragged(
     """Let `model` read one list per active row of `cache`; shorter lists are padded at their end.
 
     Causal attention keeps what lies behind a list from what is in it; the caller cuts it off the
-    cache. Outputs are `[n, longest, …]`.
+    cache. Outputs are `[n, longest, …]`. A target that packs rows computes no padding.
     """
     width = max(map(len, read))
     ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in read])
@@ -30,4 +30,5 @@ def read_ragged(
         attention_mask=cache.masks(width, model),
         cache=cache,
         taps=taps,
+        counts=[len(tokens) for tokens in read],
     )

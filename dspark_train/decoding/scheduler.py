@@ -132,8 +132,8 @@ def make_scheduler(
         slots: K, drafts of a proposal at most.
         costs: for prefix, capacity and auto.
         temperatures: `[K]` from calibration; None: 1.
-        padded: the engine's passes are as wide as their longest request, as ours are; then auto is
-            columns. In an engine that packs its passes, auto is capacity by difficulty.
+        padded: passes are as wide as their longest request (the target does not `packs_rows`);
+            then auto is columns. Where rows are packed, auto is capacity by difficulty.
         watch: warn when calibration drifts, and fit the temperatures anew on what is served.
 
     Raises:

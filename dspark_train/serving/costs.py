@@ -13,8 +13,8 @@ CONTEXT = 32
 def engine_costs(engine: Engine, slots: int, *, budget: float = 2.0) -> CostTable:
     """Seconds of target passes over 1 to `rows · (slots + 1)` tokens, and of drafter passes.
 
-    A pass of B tokens is measured as min(rows, B) requests of equal width, which is how this
-    engine lays a batch out. Its scheduler is put back afterwards.
+    A pass of B tokens is measured as requests of equal width: as many as give B, or the fewest
+    tokens above it. The engine's scheduler is put back afterwards.
 
     Args:
         engine: without requests.
@@ -42,6 +42,16 @@ def engine_costs(engine: Engine, slots: int, *, budget: float = 2.0) -> CostTabl
         engine.scheduler = kept
 
 
+def layout(tokens: int, rows: int, widest: int) -> tuple[int, int]:
+    """How many requests of what width make a pass of `tokens`, or of few more.
+
+    Rounding up to all rows would price 65 tokens of 64 rows as 128: a cliff that is not there.
+    """
+    count = range(-(-tokens // widest), min(rows, tokens) + 1)
+    best = min(count, key=lambda n: (n * -(-tokens // n), -n))
+    return best, -(-tokens // best)
+
+
 class _Bench:
     """Rounds of so many requests at so many tokens."""
 
@@ -49,8 +59,8 @@ class _Bench:
         self.engine, self.slots = engine, slots
 
     def verify(self, tokens: int, context: int) -> float:
-        rows = min(self.engine.rows, tokens)
-        return self._round(rows, -(-tokens // rows) - 1)[1]
+        rows, width = layout(tokens, self.engine.rows, self.slots + 1)
+        return self._round(rows, width - 1)[1]
 
     def draft(self, rows: int, whole: bool) -> float:
         return self._round(rows, self.slots if whole else 1)[0]

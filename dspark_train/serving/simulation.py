@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_train.calibration.traces import Traces
+from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.policies import (
     Auto,
@@ -76,6 +77,7 @@ def policy_of(name: str, costs: CostTable, temperatures: np.ndarray) -> Policy:
         "threshold": lambda: Threshold(float(number), temperatures),
         "prefix": lambda: Prefix(costs, temperatures),
         "capacity": lambda: Capacity(costs, temperatures),
+        "columns": lambda: Columns(costs, temperatures),
         "auto": lambda: Auto(costs, temperatures),
     }
     if kind not in makers:
@@ -92,6 +94,7 @@ def simulate(
     requests: int,
     tokens: int = 128,
     seed: int = 0,
+    padded: bool = False,
 ) -> Simulated:
     """Serve `requests` requests, `concurrency` at a time: who ends is replaced at once.
 
@@ -103,6 +106,7 @@ def simulate(
         requests: in all, more than `concurrency`.
         tokens: mean length of an output; lengths vary by half of it.
         seed: of the random numbers.
+        padded: a pass is as wide as its longest request, in an engine that does not pack rows.
 
     Raises:
         ValueError: traces without a whole round, or too few requests.
@@ -111,9 +115,11 @@ def simulate(
         raise ValueError(f"requests={requests}, expected more than concurrency={concurrency}")
     rows = _Rounds(traces)
     random, slots = np.random.default_rng(seed), traces.logits.shape[1]
+    # every policy is asked for the same: what a request is must not depend on when it begins
+    places = rows.start(random, requests + concurrency)
+    sizes = random.integers(tokens // 2, tokens + tokens // 2 + 1, len(places))
     ids = np.arange(concurrency)
-    left = random.integers(tokens // 2, tokens + tokens // 2 + 1, concurrency)
-    place = rows.start(random, concurrency)
+    left, place = sizes[:concurrency].copy(), places[:concurrency].copy()
     started, seconds, steps = concurrency, 0.0, 0
     committed = verified = drafted_in_all = 0
     while started < requests:
@@ -126,7 +132,8 @@ def simulate(
         stands &= np.arange(slots) < lengths[:, None]
         accepted = np.logical_and.accumulate(stands, axis=1).sum(1)
         policy.observe(ids.tolist(), np.minimum(accepted + 1, lengths), accepted)
-        size = concurrency + int(lengths.sum())
+        entering = concurrency * lengths.max() if padded else lengths.sum()
+        size = concurrency + int(entering)
         drafting = int(np.count_nonzero(drafted))
         seconds += 1.0 / costs.steps_per_second(size, 0.0, drafting)[size]
         steps += 1
@@ -137,9 +144,8 @@ def simulate(
         place = rows.next(place)
         ended = left <= 0
         fresh = int(ended.sum())
-        left[ended] = random.integers(tokens // 2, tokens + tokens // 2 + 1, fresh)
-        place[ended] = rows.start(random, fresh)
         ids[ended] = started + np.arange(fresh)
+        left[ended], place[ended] = sizes[ids[ended]], places[ids[ended]]
         started += fresh
     rounds = steps * concurrency
     return Simulated(

@@ -63,7 +63,9 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
             # who comes first changes, so that a machine which slows down slows all of them
             start = turn % len(b.policies)
             for name in b.policies[start:] + b.policies[:start]:
-                engine.scheduler = make_scheduler(name, slots, costs, temperatures)
+                engine.scheduler = make_scheduler(
+                    name, slots, costs, temperatures, padded=not engine.target.packs_rows
+                )
                 row = measure(config, engine, [row["prompt"] for row in prompts], load)
                 rows.append({"policy": name, "concurrency": load, "round": turn, **row})
                 bar.update()

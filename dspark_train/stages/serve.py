@@ -71,7 +71,12 @@ def make_engine(config: Config) -> Engine:
     if s.policy.split(":")[0] not in ("fixed", "threshold"):
         costs = measured(engine, slots, s.cost_table, s.cost_seconds)
     engine.scheduler = make_scheduler(
-        s.policy, slots, costs, temperatures, watch=temperatures is not None
+        s.policy,
+        slots,
+        costs,
+        temperatures,
+        padded=not engine.target.packs_rows,
+        watch=temperatures is not None,
     )
     return engine
 

@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from dspark_train.target.packing import Packing
+
 GROUPED = "sdpa_grouped"
 
 
@@ -84,18 +86,24 @@ def grouped_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' "sdpa", with a short cut for one query per row.
 
     Args:
-        query: `[B, H, q, d]`.
+        query: `[B, H, q, d]`; with `packing` `[1, H, N, d]`.
         key, value: `[B, Hkv, S, d]`.
         attention_mask: `[B or 1, 1, q, S]` or None.
+        packing: how the queries of a packed pass lie; it is packed again afterwards.
 
     Returns:
         `[B, q, H, d]`, and None for the weights.
     """
+    if packing is not None:
+        query = packing.unpack_heads(query)
+        mixed, _ = grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+        return packing.pack(mixed), None
     B, H, q, d = query.shape
     if q > 1 or kwargs.get("dropout"):
         return sdpa_attention_forward(

@@ -17,6 +17,7 @@ from dspark_train.target.fingerprint import config_sha, weights_sha
 from dspark_train.target.head import TargetHead
 from dspark_train.target.layers import validate_taps
 from dspark_train.target.loading import load_model, load_tokenizer, resolve
+from dspark_train.target.packing import PackedCache, Packing, agrees
 from dspark_train.target.support import probe, refuse_stateful, refuse_unsupported, sliding_window
 from dspark_train.target.taps import decoder_layers, tapped
 
@@ -52,6 +53,7 @@ class Target:
         eos_ids: token ids that end a response; may be empty.
         sliding_window: positions that tokens of sliding layers see, their own included; or None.
         masks_by_layer_type: `forward` takes a mask for each type of layer.
+        packs_rows: `forward` leaves padding out of everything but attention; see `pack_rows`.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
-        self.packed, self.sharded, self._weights_sha = False, False, None
+        self.packed, self.packs_rows, self.sharded = False, False, False
+        self._weights_sha: str | None = None
         self.head = TargetHead(model)
         self._decoder: nn.Module = model.get_decoder()
         probe(name, model, self._decoder, self.head)
@@ -132,6 +135,8 @@ class Target:
         target = cls(model, load_tokenizer(name, source, revision=revision), name, revision)
         if pack and can_pack(target.dtype, target.device):
             target.pack()
+        elif pack and target.device.type == "cpu":
+            target.pack_rows()
         return target
 
     @classmethod
@@ -153,10 +158,19 @@ class Target:
         self._weights_sha = weights_sha(self.model)
         pack_linears(self._decoder)
         self.head.pack()
+        self.packed = True
+        self.pack_rows()
+
+    def pack_rows(self) -> None:
+        """Let passes over rows of different lengths go without their padding, where that works.
+
+        The attention must be "sdpa", and the family must hand on what it does not know to its
+        attention; a pass of two short rows tells.
+        """
         config = self.model.config.get_text_config()
         if config._attn_implementation == "sdpa":
             config._attn_implementation = GROUPED
-        self.packed = True
+            self.packs_rows = agrees(self._decoder, self._cache_keyword, self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -186,6 +200,7 @@ class Target:
         attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
         cache: Cache | None = None,
         taps: Sequence[int] = (),
+        counts: Sequence[int] | None = None,
     ) -> TargetOutput:
         """Run the decoder without the LM head.
 
@@ -196,11 +211,19 @@ class Target:
                 float (added to the scores); where `masks_by_layer_type`, one of these per type.
             cache: transformers' cache, appended to in place.
             taps: layers whose outputs are wanted, ascending.
+            counts: tokens of each row that count, the longest S; what lies behind them is padding,
+                and so are its outputs. None: all of them.
 
         Raises:
             ValueError: if `taps` are not layers of this target.
         """
         layers = validate_taps(taps, self.num_layers) if taps else ()
+        packing, more = None, {}
+        uneven = counts is not None and min(counts) < max(counts)
+        if self.packs_rows and uneven and cache is not None and attention_mask is not None:
+            packing = Packing(counts, input_ids.device)
+            input_ids, position_ids = packing.pack(input_ids), packing.pack(position_ids)
+            cache, more = PackedCache(cache, packing), {"packing": packing}
         with tapped(self.layers, layers) as captured:
             outputs = self._decoder(
                 input_ids=input_ids,
@@ -208,9 +231,13 @@ class Target:
                 attention_mask=self._additive_if_eager(attention_mask),
                 use_cache=cache is not None,
                 **{self._cache_keyword: cache},
+                **more,
             )
         features = torch.cat([captured[i] for i in layers], dim=-1) if layers else None
-        return TargetOutput(outputs[0], features)
+        if packing is None:
+            return TargetOutput(outputs[0], features)
+        unpacked = None if features is None else packing.unpack(features)
+        return TargetOutput(packing.unpack(outputs[0]), unpacked)
 
     def encode_chat(self, messages: Sequence[dict[str, str]], **template_args: Any) -> list[int]:
         """Token ids of a conversation with the start of the assistant's turn.

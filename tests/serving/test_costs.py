@@ -6,7 +6,7 @@ from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer, PlainProposer
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
-from dspark_train.serving.costs import engine_costs
+from dspark_train.serving.costs import engine_costs, layout
 from tests.random_drafter import make_drafter
 
 
@@ -34,3 +34,14 @@ def test_without_drafts(random_target) -> None:
     costs = engine_costs(engine, 0, budget=0.1)
     assert costs.tokens == (1, 2)
     assert costs.draft_rows == ()
+
+
+def test_a_size_is_measured_as_what_it_is() -> None:
+    """65 tokens of 64 rows must not be timed as 128."""
+    for tokens in range(1, 321):
+        rows, width = layout(tokens, 64, 5)
+        assert rows <= 64
+        assert width <= 5
+        assert tokens <= rows * width <= max(1.04 * tokens, tokens + 1)
+    assert layout(64, 64, 5) == (64, 1)
+    assert layout(128, 64, 5) == (64, 2)

@@ -56,6 +56,42 @@ def test_auto_is_at_least_as_good_as_every_fixed_length(concurrency) -> None:
         assert auto > 1.03 * max(fixed.values())
 
 
+# a CPU: linear layers cost by the token almost from the first one on
+SLOPE = tuple(0.03 + 0.0022 * n for n in range(1, 513))
+MEASURED = tuple(2**i for i in range(10))
+DRAFT = {
+    "draft_rows": MEASURED[:7],
+    "draft_seconds": tuple(0.008 + 0.0006 * n for n in MEASURED[:7]),
+    "draft_one": tuple(0.006 + 0.0003 * n for n in MEASURED[:7]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("auto", {1: 1.02, 4: 1.04, 16: 1.0, 64: 0.99}), ("columns", {4: 0.96, 64: 0.96})],
+)
+def test_on_a_slope_that_was_measured_at_few_sizes(name, least) -> None:
+    """What nobody measured is priced as dear; a policy must not take that for a cliff."""
+    true = CostTable(tuple(range(1, 513)), (0,), (SLOPE,), **DRAFT)
+    coarse = CostTable(MEASURED, (0,), (tuple(SLOPE[n - 1] for n in MEASURED),), **DRAFT)
+    best = {1: (5,), 4: (3,), 16: (0, 1), 64: (0,)}
+    for concurrency, ratio in least.items():
+
+        def throughput(policy: str, costs: CostTable, concurrency: int = concurrency) -> float:
+            return simulate(
+                policy_of(policy, costs, ONES),
+                true,
+                mixed_traces(),
+                concurrency=concurrency,
+                requests=2 * concurrency + 60,
+                tokens=64,
+                padded=policy == "columns",
+            ).throughput
+
+        fixed = max(throughput(f"fixed:{n}", true) for n in best[concurrency])
+        assert throughput(name, coarse) > ratio * fixed
+
+
 def test_the_search_gets_past_cliffs_that_stop_the_first_drop() -> None:
     cliffs = flat_then_falling(4000, flat=16, cliff=16, jump=0.3)
     prefix, capacity = (run(name, 24, costs=cliffs) for name in ("prefix", "capacity"))
