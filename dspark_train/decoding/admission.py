@@ -1,6 +1,8 @@
 """From what a user asks to a request that can run, or an error that says why it cannot."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
+from operator import index
 
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
@@ -37,8 +39,8 @@ def admit(
     """
     ids, tokenizer = encode(target, prompt), target.tokenizer
     room = target.max_positions - len(ids)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}, expected at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r}, expected a whole number from 1 on")
     if not ids:
         raise ValueError("the prompt is empty: give at least one token")
     if room < 1:
@@ -73,12 +75,18 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
     """Token ids of a prompt of any kind.
 
     Raises:
-        ValueError: text or messages for a target without tokenizer or chat template.
+        ValueError: no prompt of any kind; text or messages for a target without tokenizer or chat
+            template.
     """
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise ValueError(f"target {target.name} has no tokenizer: give the prompt as token ids")
         return list(target.tokenizer(prompt)["input_ids"])
-    if len(prompt) and isinstance(prompt[0], Mapping):
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         return target.encode_chat(prompt)
-    return [int(token) for token in prompt]
+    try:
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise ValueError(
+            f"prompt={reprlib.repr(prompt)}, expected text, a list of messages, or token ids"
+        ) from None

@@ -1,5 +1,6 @@
 """The decoder that users call."""
 
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -167,7 +168,23 @@ class SpeculativeDecoder:
 
         Results are in the order of `requests`; each is what `generate` gives for it alone, up to
         what batching does to floating point.
+
+        Raises:
+            ValueError: no rows, or something that is not a request which has yet to run, once.
         """
+        if rows < 1:
+            raise ValueError(f"rows={rows}, expected at least 1")
+        for i, request in enumerate(requests):
+            if not isinstance(request, Request):
+                raise ValueError(
+                    f"requests[{i}] is {reprlib.repr(request)}, expected what `request` gives"
+                )
+            again = any(request is earlier for earlier in requests[:i])
+            if again or request.new_tokens:
+                raise ValueError(
+                    f"requests[{i}] {'is in the list already' if again else 'has run already'}: "
+                    "a request runs once, make another one"
+                )
         if not requests:
             return []
         rows = min(rows, len(requests))
