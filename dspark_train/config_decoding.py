@@ -97,9 +97,10 @@ class ServeConfig:
 class BenchServingConfig:
     """Policies under measured load; how it is served is in `serve`.
 
-    Closed loop with `concurrency` users, or open with `rate` requests per second; every run asks
-    for `requests`, or `requests_per_user` for each user if that is more. All answers are
-    `max_new_tokens` long. `rounds`: how often everything is run.
+    Closed loop with `concurrency` users, or open with `rate` requests per second for each of them;
+    every run asks for `requests`, or `requests_per_user` for each user if that is more. All answers
+    are `max_new_tokens` long. `rounds`: how often everything is run. `seconds`: for all runs
+    together; each gets its share, and what is not answered by then is cut off. null: no bound.
     """
 
     policies: list[str] = field(
@@ -108,6 +109,7 @@ class BenchServingConfig:
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
     rate: float | None = None
     rounds: int = 3
+    seconds: float | None = None
     requests: int = 8
     requests_per_user: int = 2
     prompts: int = 64

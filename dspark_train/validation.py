@@ -250,6 +250,8 @@ def _decoding(config: Config) -> Iterator[Check]:
     yield bool(w.policies), "bench_serving.policies", w.policies, "at least one"
     expected = "requests per second, or null for a closed loop"
     yield w.rate is None or w.rate > 0, "bench_serving.rate", w.rate, expected
+    expected = "seconds for all runs together, or null"
+    yield w.seconds is None or w.seconds > 0, "bench_serving.seconds", w.seconds, expected
     yield w.temperature >= 0, "bench_serving.temperature", w.temperature, "at least 0"
     v = config.serve
     sizes = ("rows", "slots", "chunk", "max_waiting", "max_positions", "max_new_tokens")

@@ -8,9 +8,9 @@ import asyncio
 import json
 import random
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any
 
 import httpx
 
@@ -30,6 +30,7 @@ class Job:
         temperature: of the sampler; seeds count from `seed`.
         bias: logit bias, to ban ends of text and so make answers equally long.
         timeout: seconds per answer.
+        seconds: then the load ends, with whatever has been answered; None: it takes what it takes.
     """
 
     url: str
@@ -43,22 +44,31 @@ class Job:
     seed: int = 0
     bias: dict[str, float] | None = None
     timeout: float = 600.0
+    seconds: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answered:
-    """Times of one answer in seconds since the load began: when it was asked for, and when how many
-    tokens were there; or an error."""
+    """What became of one request; times are seconds since the load began.
 
+    Attributes:
+        prompt: which one.
+        asked: when.
+        tokens: when how many tokens were there.
+        error: what went wrong.
+        whole: whether it was answered to its end; not if the load ended before.
+    """
+
+    prompt: int
     asked: float
-    tokens: list[tuple[float, int]]
+    tokens: list[tuple[float, int]] = field(default_factory=list)
     error: str | None = None
+    whole: bool = False
 
 
 async def run(job: Job) -> list[Answered]:
-    """All answers, in the order of the requests."""
-    answers: list[Answered | None] = [None] * job.requests
-    numbers = iter(range(job.requests))
+    """All that was asked, in the order of the requests."""
+    answers: list[Answered] = []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=job.users)
     timeout = httpx.Timeout(job.timeout, pool=None)
     began = perf_counter()
@@ -68,30 +78,40 @@ async def run(job: Job) -> list[Answered]:
 
     async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
 
-        async def one(number: int) -> None:
-            answers[number] = await ask(client, job, number, clock)
+        async def one() -> None:
+            number = len(answers)
+            answers.append(Answered(number % len(job.prompts), clock()))
+            await ask(client, job, number, answers[number], clock)
 
         async def user() -> None:
-            for number in numbers:
-                await one(number)
+            while len(answers) < job.requests:
+                await one()
 
-        if job.rate is None:
-            await asyncio.gather(*(user() for _ in range(job.users)))
-        else:
+        async def arrivals(group: asyncio.TaskGroup) -> None:
             random_ = random.Random(job.seed)
-            tasks = []
-            for number in numbers:
-                tasks.append(asyncio.create_task(one(number)))
+            for _ in range(job.requests):
+                group.create_task(one())
                 await asyncio.sleep(random_.expovariate(job.rate))
-            await asyncio.gather(*tasks)
+
+        try:
+            async with asyncio.timeout(job.seconds), asyncio.TaskGroup() as group:
+                if job.rate is None:
+                    for _ in range(job.users):
+                        group.create_task(user())
+                else:
+                    await arrivals(group)
+        except TimeoutError:
+            pass
     return answers
 
 
-async def ask(client: httpx.AsyncClient, job: Job, number: int, clock: Any) -> Answered:
+async def ask(
+    client: httpx.AsyncClient, job: Job, number: int, answer: Answered, clock: Callable[[], float]
+) -> None:
     """Stream one answer."""
     body = {
         "model": job.model,
-        "prompt": job.prompts[number % len(job.prompts)],
+        "prompt": job.prompts[answer.prompt],
         "max_tokens": job.max_tokens,
         "temperature": job.temperature,
         "seed": job.seed + number,
@@ -99,21 +119,23 @@ async def ask(client: httpx.AsyncClient, job: Job, number: int, clock: Any) -> A
         "stream": True,
         "stream_options": {"continuous_usage_stats": True},
     }
-    asked, tokens = clock(), []
     try:
-        async with client.stream("POST", f"{job.url}/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                return Answered(asked, tokens, f"status {answer.status_code}")
-            async for line in answer.aiter_lines():
+        async with client.stream("POST", f"{job.url}/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                answer.error = f"status {response.status_code}"
+                return
+            async for line in response.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 chunk = json.loads(line[6:])
                 if "error" in chunk:
-                    return Answered(asked, tokens, chunk["error"]["message"])
-                tokens.append((clock(), chunk["usage"]["completion_tokens"]))
+                    answer.error = chunk["error"]["message"]
+                    return
+                answer.tokens.append((clock(), chunk["usage"]["completion_tokens"]))
     except httpx.HTTPError as error:
-        return Answered(asked, tokens, repr(error))
-    return Answered(asked, tokens)
+        answer.error = repr(error)
+        return
+    answer.whole = True
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def simulate(
     """
     if requests <= concurrency:
         raise ValueError(f"requests={requests}, expected more than concurrency={concurrency}")
-    rows = _Rounds(traces)
+    rows = Rounds(traces)
     random, slots = np.random.default_rng(seed), traces.logits.shape[1]
     # every policy is asked for the same: what a request is must not depend on when it begins
     places = rows.start(random, requests + concurrency)
@@ -124,14 +124,7 @@ def simulate(
     committed = verified = drafted_in_all = 0
     while started < requests:
         limits = np.clip(left - 1, 0, slots)
-        drafted = policy.draft_lengths(Waiting(ids.tolist(), limits))
-        lengths = np.zeros_like(drafted)
-        if drafted.any():
-            lengths = policy.verify_lengths(Drafts(rows.logits[place], drafted))
-        stands = random.random((concurrency, slots)) < rows.overlap[place]
-        stands &= np.arange(slots) < lengths[:, None]
-        accepted = np.logical_and.accumulate(stands, axis=1).sum(1)
-        policy.observe(ids.tolist(), np.minimum(accepted + 1, lengths), accepted)
+        drafted, lengths, accepted = play(policy, rows, place, ids, limits, random)
         entering = concurrency * lengths.max() if padded else lengths.sum()
         size = concurrency + int(entering)
         drafting = int(np.count_nonzero(drafted))
@@ -158,7 +151,28 @@ def simulate(
     )
 
 
-class _Rounds:
+def play(
+    policy: Policy,
+    rows: "Rounds",
+    place: np.ndarray,
+    ids: np.ndarray,
+    limits: np.ndarray,
+    random: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One round of R requests at `place` in recorded ones: drafted, verified, accepted, `[R]`."""
+    slots = rows.logits.shape[1]
+    drafted = policy.draft_lengths(Waiting(ids.tolist(), limits))
+    lengths = np.zeros_like(drafted)
+    if drafted.any():
+        lengths = policy.verify_lengths(Drafts(rows.logits[place], drafted))
+    stands = random.random((len(place), slots)) < rows.overlap[place]
+    stands &= np.arange(slots) < lengths[:, None]
+    accepted = np.logical_and.accumulate(stands, axis=1).sum(1)
+    policy.observe(ids.tolist(), np.minimum(accepted + 1, lengths), accepted)
+    return drafted, lengths, accepted
+
+
+class Rounds:
     """Recorded rounds of full length, those of a conversation in a ring."""
 
     def __init__(self, traces: Traces) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import uvicorn
 from tqdm import tqdm
 
@@ -20,7 +21,7 @@ from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.scheduler import make_scheduler
 from dspark_train.serving.app import make_app
 from dspark_train.serving.batching import Batcher
-from dspark_train.serving.latency import summary
+from dspark_train.serving.latency import paces, summary
 from dspark_train.serving.metrics import Metrics
 from dspark_train.stages.load_report import pareto_figure, show
 from dspark_train.stages.report import environment, write_report
@@ -56,7 +57,8 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     engine = make_engine(replace(config, serve=serve))
     slots, temperatures = proposer_facts(config, engine)
     costs = measured(engine, slots, serve.cost_table, serve.cost_seconds)
-    rows = []
+    rows, heard = [], []
+    ids = [row["prompt"] for row in prompts]
     runs = [(load, turn) for load in b.concurrency for turn in range(b.rounds)]
     with tqdm(total=len(runs) * len(b.policies), desc="bench_serving", unit="run") as bar:
         for load, turn in runs:
@@ -66,13 +68,21 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
                 engine.scheduler = make_scheduler(
                     name, slots, costs, temperatures, padded=not engine.target.packs_rows
                 )
-                row = measure(config, engine, [row["prompt"] for row in prompts], load)
+                row, answers = measure(config, engine, ids, load)
                 rows.append({"policy": name, "concurrency": load, "round": turn, **row})
+                heard.append(answers)
                 bar.update()
+    pace = paces([one for answers in heard for one in answers], len(ids))
+    for row, answers in zip(rows, heard, strict=True):
+        row.update(by_ease(answers, pace))
     report = {
         "environment": environment(engine.target),
         "settings": settings(config),
         "memory": memory(engine),
+        "prompts": [
+            {"id": row["id"], "category": row["category"], "tokens_per_message": round(each, 3)}
+            for row, each in zip(prompts, pace.tolist(), strict=True)
+        ],
         "rows": rows,
     }
     writer.write("costs.json", costs.save)
@@ -89,9 +99,21 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     )
 
 
-def measure(config: Config, engine: Engine, prompts: list[list[int]], load: int) -> dict[str, Any]:
-    """Serve, ask from another process, and count on both sides."""
+def by_ease(answers: list[dict[str, Any]], pace: np.ndarray) -> dict[str, float]:
+    """What the easier and the harder half of the prompts get, by what a round commits of them."""
+    kept, found = ("per_user", "token_p50", "token_p95"), {}
+    for name, chosen in (("easy", pace >= np.nanmedian(pace)), ("hard", pace < np.nanmedian(pace))):
+        part = summary([one for one in answers if chosen[one["prompt"]]])
+        found |= {f"{name}_{key}": part[key] for key in kept}
+    return found
+
+
+def measure(
+    config: Config, engine: Engine, prompts: list[list[int]], load: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Serve, ask from another process, and count on both sides; and all answers."""
     b = config.bench_serving
+    runs = len(b.policies) * len(b.concurrency) * b.rounds
     metrics = Metrics()
     with serving(config, engine, metrics) as url:
         job = {
@@ -100,7 +122,8 @@ def measure(config: Config, engine: Engine, prompts: list[list[int]], load: int)
             "prompts": prompts,
             "requests": max(b.requests, b.requests_per_user * load),
             "users": load,
-            "rate": b.rate,
+            "rate": b.rate and b.rate * load,
+            "seconds": b.seconds and b.seconds / runs,
             "max_tokens": b.max_new_tokens,
             "temperature": b.temperature,
             "seed": b.seed,
@@ -114,7 +137,8 @@ def measure(config: Config, engine: Engine, prompts: list[list[int]], load: int)
         )
     if done.returncode:
         raise ValueError(f"the load ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-    return {**summary(json.loads(done.stdout)), **counted(metrics)}
+    answers = json.loads(done.stdout)
+    return {**summary(answers), **counted(metrics)}, answers
 
 
 def counted(metrics: Metrics) -> dict[str, Any]:

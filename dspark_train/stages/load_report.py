@@ -27,8 +27,8 @@ def show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="policies under load")
     for column in ("requests", "policy"):
         table.add_column(column)
-    columns = ("tokens/s", "per user", "first p50", "p50 / p95 / p99 ms", "verified", "per token")
-    for column in (*columns, "τ"):
+    columns = ("tokens/s", "per user", "easy / hard", "first p50", "p50 / p95 / p99 ms")
+    for column in (*columns, "verified", "per token", "τ"):
         table.add_column(column, justify="right")
     for row in medians(rows):
         waits = " / ".join(f"{1000 * row[f'token_p{p}']:.0f}" for p in (50, 95, 99))
@@ -37,6 +37,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             row["policy"],
             f"{row['throughput']:.1f}",
             f"{row['per_user']:.1f}",
+            f"{row['easy_per_user']:.1f} / {row['hard_per_user']:.1f}",
             f"{row['first_p50']:.2f} s",
             waits,
             f"{row['verify_length']:.2f}",

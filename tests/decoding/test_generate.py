@@ -195,7 +195,12 @@ def test_a_target_without_a_tokenizer_takes_and_gives_ids(target):
         ("", {}, "empty"),
         ([1, 5], {}, "token id 5 .* 0 to 4"),
         ([-1], {}, "token id -1"),
+        (None, {}, "prompt=None, expected text"),
+        (5, {}, "prompt=5, expected text"),
+        (["a", "b"], {}, "expected text, a list of messages, or token ids"),
+        ({"role": "user", "content": "hi"}, {}, "a list of messages"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([1], {"max_new_tokens": None}, "max_new_tokens=None"),
         ([1], {"temperature": -0.1}, "temperature=-0.1"),
         ([1], {"stop": [""]}, "stop"),
         ([{"role": "user", "content": "hi"}], {}, "no chat template"),
@@ -205,3 +210,18 @@ def test_bad_requests_are_refused_by_name(target, prompt, options, message):
     decoder = SpeculativeDecoder(target, PlainProposer())
     with pytest.raises(ValueError, match=message):
         decoder.generate(prompt, **options)
+
+
+def test_bad_lists_of_requests_are_refused(target) -> None:
+    decoder = SpeculativeDecoder(target, PlainProposer())
+    request = decoder.request([1, 2], 3)
+    for given, rows, message in [
+        ([request], 0, "rows=0"),
+        ([request, request], 2, r"requests\[1\] is in the list already"),
+        (["hello"], 2, r"requests\[0\] is 'hello'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            decoder.run(given, rows=rows)
+    assert len(decoder.run([request])[0].tokens) == 3
+    with pytest.raises(ValueError, match=r"requests\[0\] has run already"):
+        decoder.run([request])

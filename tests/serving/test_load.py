@@ -1,20 +1,26 @@
 """Times of answers by hand, and load on a real server from a second process."""
 
+import asyncio
 import json
 import subprocess
 import sys
+import time
+from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 
-from dspark_train.serving.latency import summary
+from dspark_train.serving.latency import paces, summary
+from dspark_train.serving.load import Job, run
 from tests.serving.served import MODEL, serving
 
 
 def test_summary_by_hand() -> None:
+    good = {"error": None, "whole": True}
     answers = [
-        {"asked": 0.0, "tokens": [(1.0, 1), (2.0, 3), (4.0, 5)], "error": None},
-        {"asked": 1.0, "tokens": [(1.5, 2), (2.5, 3)], "error": None},
-        {"asked": 1.0, "tokens": [], "error": "status 500"},
+        {"asked": 0.0, "tokens": [(1.0, 1), (2.0, 3), (4.0, 5)], "prompt": 0, **good},
+        {"asked": 1.0, "tokens": [(1.5, 2), (2.5, 3)], "prompt": 1, **good, "whole": False},
+        {"asked": 1.0, "tokens": [], "error": "status 500", "prompt": 2, "whole": False},
     ]
     found = summary(answers)
     assert found["tokens"] == 8
@@ -24,7 +30,11 @@ def test_summary_by_hand() -> None:
     assert found["first_p50"] == pytest.approx(0.75)
     # waits: .5 .5 (two tokens in one second), 1 1 (two in two), 1
     assert found["token_p50"] == pytest.approx(1.0)
+    assert found["cut"] == 1
     assert summary([answers[2]])["throughput"] == 0
+    # four tokens in two messages, one in one, none
+    assert paces(answers, 3)[:2].tolist() == [2.0, 1.0]
+    assert np.isnan(paces(answers, 3)[2])
 
 
 @pytest.mark.parametrize("rate", [None, 20.0])
@@ -52,9 +62,33 @@ def test_load_from_a_second_process(tiny_target, rate) -> None:
     assert all(one["error"] is None for one in answers)
     assert all(one["tokens"][-1][1] == 10 for one in answers)
     assert summary(answers)["tokens"] == 70
+    assert all(one["whole"] for one in answers)
+    assert [one["prompt"] for one in answers] == [0, 1, 0, 1, 0, 1, 0]
     for one in answers:
         counts = [count for _, count in one["tokens"]]
         assert counts == sorted(counts)
+
+
+@pytest.mark.parametrize("rate", [None, 100.0])
+def test_a_load_ends_in_time_with_what_it_got(tiny_target, rate) -> None:
+    with serving(tiny_target, rows=3) as one:
+        real = one.batcher.engine.step
+
+        def slow():
+            time.sleep(0.02)
+            return real()
+
+        one.batcher.engine.step = slow
+        job = Job(one.url, MODEL, [[5, 6, 7]], 10**6, 3, 60, rate, seconds=1.5)
+        job = replace(job, bias={str(token): -100.0 for token in tiny_target.eos_ids})
+        began = time.monotonic()
+        answers = asyncio.run(run(job))
+        assert time.monotonic() - began < 10
+        assert one.idle()
+        found = summary([asdict(answer) for answer in answers])
+    assert found["errors"] == 0
+    assert found["cut"] > 0
+    assert found["tokens"] > 0
 
 
 def test_errors_are_counted(tiny_target) -> None:

@@ -39,16 +39,30 @@ def test_policies_side_by_side(tiny_run_finished: Run, tmp_path: Path) -> None:
         assert row["tokens"] == 12 * (3 if row["concurrency"] == 1 else 6)
         assert row["throughput"] > 0
         assert row["token_p50"] <= row["token_p95"] <= row["token_p99"]
+        assert row["easy_per_user"] > 0 < row["hard_per_user"]
         # all tokens but the first of each answer come from rounds
         rounds = sum(row["accepted_histogram"])
         accepted = sum(n * count for n, count in enumerate(row["accepted_histogram"]))
         assert rounds + accepted == row["tokens"] - row["tokens"] // 12
     assert rows[0]["verify_length"] == 0
     assert 1 < rows[1]["verify_length"] <= 2
+    paces = [prompt["tokens_per_message"] for prompt in report["prompts"]]
+    assert len(paces) > 1
+    assert 1 <= min(paces) <= max(paces) <= 8
     assert report["memory"]["drafter_bytes"] > 0
     assert report["memory"]["target_cache_bytes"] > 0
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "costs.json").is_file()
+
+
+@pytest.mark.slow
+def test_an_open_loop_that_ends_in_time(tiny_run_finished: Run, tmp_path: Path) -> None:
+    bound = ("bench_serving.seconds=9", "bench_serving.requests=100000", "bench_serving.rate=20")
+    ended = tiny_run_finished(*FEW, *bound)
+    assert ended.status == 0, ended
+    report = json.loads((tmp_path / "run" / "bench_serving" / "report.json").read_text())
+    assert len(report["rows"]) == 6
+    assert all(row["tokens"] > 0 == row["errors"] for row in report["rows"])
 
 
 def test_bad_input(tiny_run_finished: Run) -> None:
