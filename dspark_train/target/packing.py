@@ -65,23 +65,23 @@ def agrees(decoder: nn.Module, cache_keyword: str, device: torch.device) -> bool
     Families that do not hand an argument on to their attention fail or give something else.
     """
     packing = Packing([3, 1], device)
-    first, then = (torch.tensor(ids, device=device) for ids in ([[0, 1]] * 2, [[1, 0, 1]] * 2))
+    rows = ([[0, 1], [1, 0]], [[1, 0, 1], [0, 1, 1]])
+    first, then = (torch.tensor(ids, device=device) for ids in rows)
     positions = torch.arange(5, device=device).expand(2, 5)
     mask = (positions[:1, None, :] <= positions[:1, 2:, None])[:, None]
     outputs = []
     for packed in (False, True):
         cache = DynamicCache()
-        decoder(input_ids=first, use_cache=True, **{cache_keyword: cache})
         given, at, more = then, positions[:, 2:], {}
         if packed:
             given, at, more = packing.pack(given), packing.pack(at), {"packing": packing}
-            cache = PackedCache(cache, packing)
-        more[cache_keyword] = cache
         try:
+            decoder(input_ids=first, use_cache=True, **{cache_keyword: cache})
+            more[cache_keyword] = PackedCache(cache, packing) if packed else cache
             output = decoder(
                 input_ids=given, position_ids=at, attention_mask=mask, use_cache=True, **more
             )[0]
-        except Exception:  # whatever a family does with an argument it does not know
+        except Exception:  # whatever a family does with an argument or a cache it does not know
             return False
         outputs.append(output if packed else packing.pack(output))
     padded, found = (output.float() for output in outputs)
