@@ -54,11 +54,21 @@ def load(path: Path) -> State:
 
 
 def restore(state: State, module: DrafterTraining) -> None:
-    """Take weights, moments and schedule from a checkpoint, into whatever strategy is used now."""
+    """Take weights, moments and schedule from a checkpoint, into whatever strategy is used now.
+
+    Raises:
+        ValueError: it holds something else, as that of another version of this program may.
+    """
     optimiser, schedule = module.trainer.optimizers[0], module.lr_schedulers()
-    set_model_state_dict(module, state["model"], options=FROM_WHOLE)
-    set_optimizer_state_dict(module, optimiser, state["optimiser"], options=FROM_WHOLE)
-    schedule.load_state_dict(state["schedule"])
+    try:
+        set_model_state_dict(module, state["model"], options=FROM_WHOLE)
+        set_optimizer_state_dict(module, optimiser, state["optimiser"], options=FROM_WHOLE)
+        schedule.load_state_dict(state["schedule"])
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"the checkpoint of this training is not one that can be continued ({error}); another "
+            "version of this program may have made it: redo the stage with force=[train]"
+        ) from error
 
 
 def drafter_weights(model: State) -> State:

@@ -154,6 +154,11 @@ def test_a_damaged_checkpoint_is_named(
         with pytest.raises(RuntimeError, match="stop"):
             fit("a", checkpoint_minutes=1e-9)
     path = tmp_path / "a" / "scratch" / LAST
+    state = torch.load(path, weights_only=True)
+    state["model"].popitem()  # a drafter that another version trained
+    torch.save(state, path)
+    with pytest.raises(ValueError, match="not one that can be continued"):
+        fit("a")
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"last\.ckpt is damaged.*force=\[a\]"):
         fit("a")
