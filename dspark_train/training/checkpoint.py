@@ -61,6 +61,9 @@ def restore(state: State, module: DrafterTraining) -> None:
     """
     optimiser, schedule = module.trainer.optimizers[0], module.lr_schedulers()
     try:
+        # torch leaves weights that a whole checkpoint lacks as they are
+        if differ := module.state_dict().keys() ^ state["model"].keys():
+            raise ValueError(f"weights {sorted(differ)} are not on both sides")
         set_model_state_dict(module, state["model"], options=FROM_WHOLE)
         set_optimizer_state_dict(module, optimiser, state["optimiser"], options=FROM_WHOLE)
         schedule.load_state_dict(state["schedule"])
