@@ -49,8 +49,10 @@ class DrafterSettings:
     `markov_head_type` null: no sequential head, "selector": DFlash2's over the `selector_top_k`
     best. `conv_kernel_size` taps of DFlash2's convolutions, null: none. `draft_vocab_size`: draft
     only that many tokens, the most frequent ones of the training documents; null: all.
-    `sliding_window`: slots of sliding layers see that many positions up to their own; `layer_types`
-    says which layers slide ("sliding_attention", "full_attention"), null: all if there is a window.
+    `sliding_window`: slots of sliding layers see that many positions up to their own (`window_from`
+    "anchor": before the anchor); `layer_types` says which layers slide ("sliding_attention",
+    "full_attention"), null: all if there is a window. `causal_blocks`: in which layers slots do not
+    see later slots ("none", "sliding", "all").
     """
 
     num_hidden_layers: int = 5
@@ -72,6 +74,8 @@ class DrafterSettings:
     draft_vocab_size: int | None = None
     sliding_window: int | None = None
     layer_types: list[str] | None = None
+    window_from: str = "slot"
+    causal_blocks: str = "none"
 
 
 @dataclass(frozen=True)

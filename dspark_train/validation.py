@@ -6,7 +6,13 @@ from typing import Any, get_args
 from dspark_train import ranks
 from dspark_train.config import BenchConfig, Config, GenerateConfig, RolloutConfig
 from dspark_train.decoding.loading import ProposerName
-from dspark_train.drafter.config import MARKOV_HEADS, SLIDING, window_problems
+from dspark_train.drafter.config import (
+    CAUSAL_BLOCKS,
+    MARKOV_HEADS,
+    SLIDING,
+    WINDOW_FROM,
+    window_problems,
+)
 from dspark_train.formats import FORMATS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -113,9 +119,12 @@ def _drafter(config: Config) -> Iterator[Check]:
     types = d.layer_types
     if types is None and d.sliding_window is not None:
         types = [SLIDING] * d.num_hidden_layers
-    wrong = window_problems(types, d.sliding_window, d.num_hidden_layers, d.block_size)
+    least = d.block_size if d.window_from == "slot" else 1
+    wrong = window_problems(types, d.sliding_window, d.num_hidden_layers, least)
     given = (d.sliding_window, d.layer_types)
     yield not wrong, "drafter.(sliding_window, layer_types)", given, "; ".join(wrong)
+    for key, known in (("window_from", WINDOW_FROM), ("causal_blocks", CAUSAL_BLOCKS)):
+        yield getattr(d, key) in known, f"drafter.{key}", getattr(d, key), f"one of {known}"
     schedule, has_heads = config.schedule, d.markov_head_type or d.enable_confidence_head
     yield schedule in SCHEDULES, "schedule", schedule, f"one of {SCHEDULES}"
     expected = "joint where the drafter has no heads: there is nothing to train in a second stage"

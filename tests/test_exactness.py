@@ -144,6 +144,15 @@ def test_candidates_that_are_not_accounted_for_are_found(block_engine):
         assert greatest_error(engine, SAMPLERS["T=1"]) > 1e-3
 
 
+@pytest.mark.parametrize("sight", [{"causal_blocks": "all"}, {"window_from": "anchor"}])
+def test_other_sights_are_lossless(block_engine, sight):
+    """Causal blocks; and a window of two positions before the anchor, with causal blocks."""
+    if "window_from" in sight:
+        sight = {**sight, "sliding_window": 2, "causal_blocks": "sliding"}
+    engine = block_engine(*CONVENTIONS["dspark"], "rnn", **sight)
+    assert greatest_error(engine, SAMPLERS["combined"]) < TOLERANCE
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("head", ["vanilla", None])
 def test_a_reduced_draft_vocabulary_is_lossless(block_engine, head, sampler):

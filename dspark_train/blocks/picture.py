@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dspark_train.blocks.mask import ContextSpan
+from dspark_train.blocks.mask import ContextSpan, Sight
 from dspark_train.blocks.slots import BlockSlots
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def attention_picture(
     anchors: torch.Tensor,
     starts: torch.Tensor,
     context_length: int,
-    window: int | None = None,
+    sight: Sight | None = None,
 ) -> torch.Tensor:
     """What every slot attends to, as one matrix (training never builds it).
 
@@ -48,7 +48,7 @@ def attention_picture(
         slots: the convention.
         anchors, starts: `[A]` anchors in a row, and where their documents start.
         context_length: S.
-        window: of a sliding layer.
+        sight: of the layer; None: without a window, blocks in both directions.
 
     Returns:
         `[A·K, S + A·K]` bool.
@@ -56,8 +56,10 @@ def attention_picture(
     K, A = slots.block_size, len(anchors)
     positions = slots.positions(anchors - starts)[None]
     span = ContextSpan(starts[None], anchors[None])
-    context = span.mask(context_length, positions, window)[0].expand(A, K, context_length)
+    context = span.mask(context_length, positions, sight)[0].expand(A, K, context_length)
     own = torch.eye(A, dtype=torch.bool).repeat_interleave(K, 0).repeat_interleave(K, 1)
+    if sight is not None and sight.causal:
+        own = own.tril()
     return torch.cat((context.flatten(0, 1), own), dim=1)
 
 

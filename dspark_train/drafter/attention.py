@@ -1,4 +1,4 @@
-"""Block attention: a block reads the context before its anchor, and itself in both directions."""
+"""Block attention: a block reads the context before its anchor, and itself."""
 
 import torch
 from torch import nn
@@ -7,10 +7,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark_train.drafter.config import DrafterConfig
 from dspark_train.drafter.flex import flex_attend
-from dspark_train.drafter.two_part import KeysValues, two_part_attend
+from dspark_train.drafter.two_part import KeysValues, PartMask, two_part_attend
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-Mask = torch.Tensor | BlockMask | None
+Mask = PartMask | BlockMask
 
 
 class RMSNorm(nn.Module):
@@ -67,7 +67,7 @@ class BlockAttention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
+        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
@@ -91,8 +91,7 @@ class BlockAttention(nn.Module):
             x: `[B, A, K, D]` normed block states.
             rotation: angles `[B, A, K, d]` of the slots.
             context: keys and values `[B, Hkv, S, d]`.
-            mask: `[B, A, K or 1, S]` bool of the context, or None where all of it is visible; or
-                a block mask over context and slots, which takes FlexAttention.
+            mask: of the context and of the blocks; as a block mask it takes FlexAttention.
 
         Returns:
             `[B, A, K, D]`.
@@ -101,4 +100,4 @@ class BlockAttention(nn.Module):
         queries = rotate(self.q_norm(self.q_proj(x).view(heads)), rotation)
         own = self.keys_values(x, rotation)
         attend = flex_attend if isinstance(mask, BlockMask) else two_part_attend
-        return self.o_proj(attend(queries, context, own, mask).flatten(-2))
+        return self.o_proj(attend(queries, context, own, mask, self.scale).flatten(-2))

@@ -4,10 +4,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from dspark_train.blocks import BlockSlots
+from dspark_train.blocks import BlockSlots, Sight
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MARKOV_HEADS = ("vanilla", "gated", "rnn", "selector")
+WINDOW_FROM = ("slot", "anchor")
+CAUSAL_BLOCKS = ("none", "sliding", "all")
 
 
 class DrafterConfig(PreTrainedConfig):
@@ -19,9 +21,10 @@ class DrafterConfig(PreTrainedConfig):
     None, "vanilla", "gated", "rnn", or DFlash2's "selector" of the `selector_top_k` best.
     `conv_kernel_size` taps of DFlash2's convolutions over groups of `conv_group_size` channels,
     None without. `draft_vocab_size` tokens can be drafted (the buffer `d2t` says which), None: all.
-    `layer_types` says which layers are "sliding_attention": their slots see `sliding_window`
-    positions up to their own, and their block; without it all layers slide if there is a window,
-    else none.
+    `layer_types` says which layers are "sliding_attention"; without it all layers slide if there
+    is a `sliding_window`, else none. Their slots see that many positions up to their own and their
+    block (`window_from` "slot"), or before the anchor ("anchor", as in speculators). In layers that
+    `causal_blocks` names ("none", "sliding", "all") slots do not see later slots of their block.
     `confidence_temperatures` holds one value per proposal, by which confidence logits are divided.
     `target` identifies the target the drafter was trained for.
 
@@ -64,6 +67,8 @@ class DrafterConfig(PreTrainedConfig):
     draft_vocab_size: int | None = None
     layer_types: list | None = None
     sliding_window: int | None = None
+    window_from: str = "slot"
+    causal_blocks: str = "none"
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.rope_parameters is None:
@@ -82,9 +87,22 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def windows(self) -> list[int | None]:
-        """Per layer how many positions a slot sees up to its own, None: all."""
+        """Window per layer, None: none."""
         types = self.layer_types or [FULL] * self.num_hidden_layers
         return [self.sliding_window if kind == SLIDING else None for kind in types]
+
+    @property
+    def sights(self) -> list[Sight]:
+        """What slots see, per layer."""
+        causal = {"none": False, "all": True}
+        return [
+            Sight(
+                window,
+                from_anchor=window is not None and self.window_from == "anchor",
+                causal=causal.get(self.causal_blocks, window is not None),
+            )
+            for window in self.windows
+        ]
 
     @property
     def draft_vocabulary(self) -> int:
@@ -124,8 +142,14 @@ class DrafterConfig(PreTrainedConfig):
                 f"draft_vocab_size={self.draft_vocab_size}, expected 1 to {self.vocab_size} or null"
             )
         problems += window_problems(
-            self.layer_types, self.sliding_window, self.num_hidden_layers, self.block_size
+            self.layer_types,
+            self.sliding_window,
+            self.num_hidden_layers,
+            self.block_size if self.window_from == "slot" else 1,
         )
+        for key, known in (("window_from", WINDOW_FROM), ("causal_blocks", CAUSAL_BLOCKS)):
+            if getattr(self, key) not in known:
+                problems.append(f"{key}={getattr(self, key)!r}, expected one of {known}")
         taps = self.target_layer_ids
         layers = self.num_target_layers
         behind = layers is not None and taps[-1:] >= [layers - 1]
@@ -146,9 +170,9 @@ class DrafterConfig(PreTrainedConfig):
 
 
 def window_problems(
-    layer_types: list[str] | None, window: int | None, num_layers: int, block_size: int
+    layer_types: list[str] | None, window: int | None, num_layers: int, least: int
 ) -> list[str]:
-    """What is wrong with a drafter's sliding layers, in words."""
+    """What is wrong with a drafter's sliding layers, in words; windows have `least` positions."""
     problems, types = [], layer_types or []
     if layer_types is not None and (len(types) != num_layers or set(types) - {FULL, SLIDING}):
         problems.append(
@@ -158,9 +182,7 @@ def window_problems(
     if slides != (window is not None):
         wanted = "a number where layer_types has a sliding layer, null where it has none"
         problems.append(f"sliding_window={window}, expected {wanted}")
-    elif slides and window < block_size:
-        problems.append(
-            f"sliding_window={window}, expected at least block_size={block_size}: a block sees "
-            "itself"
-        )
+    elif slides and window < least:
+        why = f" block_size={least}: a block sees itself" if least > 1 else f" {least}"
+        problems.append(f"sliding_window={window}, expected at least{why}")
     return problems

@@ -122,8 +122,6 @@ class Drafter(PreTrainedModel):
         """
         rotation, hidden = self.rotary(positions), embeddings
         visible = Visibility(positions, context[0][0].shape[2], span, self.attention)
-        for layer, window, keys_values in zip(
-            self.layers, self.config.windows, context, strict=True
-        ):
-            hidden = layer(hidden, rotation, visible.cut(keys_values, window), visible.mask(window))
+        for layer, sight, keys_values in zip(self.layers, self.config.sights, context, strict=True):
+            hidden = layer(hidden, rotation, visible.cut(keys_values, sight), visible.mask(sight))
         return self.norm(hidden)

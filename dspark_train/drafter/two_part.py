@@ -4,13 +4,27 @@ The square of all slots against all slots and context is never built, so compute
 the number of blocks.
 """
 
+from typing import NamedTuple
+
 import torch
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
+class PartMask(NamedTuple):
+    """What slots see.
+
+    Attributes:
+        context: `[B, A, K or 1, S]` bool, true where the context is visible; None: everywhere.
+        causal: whether slots see their own block up to themselves, instead of all of it.
+    """
+
+    context: torch.Tensor | None = None
+    causal: bool = False
+
+
 def two_part_attend(
-    queries: torch.Tensor, context: KeysValues, own: KeysValues, mask: torch.Tensor | None
+    queries: torch.Tensor, context: KeysValues, own: KeysValues, mask: PartMask, scale: float
 ) -> torch.Tensor:
     """Attend from every slot to the context and to its own block.
 
@@ -18,7 +32,8 @@ def two_part_attend(
         queries: `[B, A, K, H, d]`.
         context: keys and values `[B, Hkv, S, d]`.
         own: keys and values `[B, A, Hkv, K, d]` of the blocks.
-        mask: `[B, A, K or 1, S]` bool, true where the context is visible; None: everywhere.
+        mask: what is visible.
+        scale: factor on the scores.
 
     Returns:
         `[B, A, K, H, d]`.
@@ -35,10 +50,14 @@ def two_part_attend(
         B, H, A, G * K, S
     )
     block_scores = (queries @ keys.transpose(-1, -2)).transpose(1, 2)
-    scores = torch.cat((context_scores, block_scores), dim=-1).float() * d**-0.5
-    if mask is not None:
-        hidden = ~mask if mask.shape[2] == 1 else ~mask.repeat(1, 1, G, 1)
+    scores = torch.cat((context_scores, block_scores), dim=-1).float() * scale
+    if mask.context is not None:
+        seen = mask.context if mask.context.shape[2] == 1 else mask.context.repeat(1, 1, G, 1)
+        hidden = ~seen
         scores[..., :S] = scores[..., :S].masked_fill(hidden[:, None], float("-inf"))
+    if mask.causal:
+        later = torch.ones(K, K, dtype=torch.bool, device=scores.device).triu(1).repeat(G, 1)
+        scores[..., S:] = scores[..., S:].masked_fill(later, float("-inf"))
     weights = scores.softmax(-1).to(values.dtype)
 
     from_context = weights[..., :S].reshape(B, H, A * G * K, S) @ context[1].to(values.dtype)

@@ -1,15 +1,15 @@
-"""Which mask a layer gets: one per window, made once per pass."""
+"""Which mask a layer gets: one for all layers of the same sight, made once per pass."""
 
 import torch
 
-from dspark_train.blocks import ContextSpan
+from dspark_train.blocks import ContextSpan, Sight
 from dspark_train.drafter.attention import Mask
 from dspark_train.drafter.flex import flex_mask
-from dspark_train.drafter.two_part import KeysValues
+from dspark_train.drafter.two_part import KeysValues, PartMask
 
 
 class Visibility:
-    """What the slots of one pass see of the context, for every window that its layers have.
+    """What the slots of one pass see, for every sight that its layers have.
 
     Args:
         positions: `[B, A, K]` true positions of the slots.
@@ -30,30 +30,31 @@ class Visibility:
         self.flex = span is not None and (
             attention == "flex" or (attention == "auto" and positions.is_cuda)
         )
-        self._masks: dict[int | None, Mask] = {}
+        self._masks: dict[Sight, Mask] = {}
 
-    def cut(self, context: KeysValues, window: int | None) -> KeysValues:
+    def cut(self, context: KeysValues, sight: Sight) -> KeysValues:
         """The context `[B, Hkv, S, d]`, without what no slot sees where all rows end alike."""
-        first = self._first(window)
+        first = self._first(sight)
         return context if first == 0 else tuple(part[:, :, first:] for part in context)
 
-    def mask(self, window: int | None) -> Mask:
-        """The mask over what `cut` leaves, None where all of it is visible."""
-        if window not in self._masks:
-            self._masks[window] = self._make(window)
-        return self._masks[window]
+    def mask(self, sight: Sight) -> Mask:
+        """The mask over what `cut` leaves, and over the blocks themselves."""
+        if sight not in self._masks:
+            self._masks[sight] = self._make(sight)
+        return self._masks[sight]
 
-    def _first(self, window: int | None) -> int:
-        # slot 0 sits at S, so it sees nothing before S - window + 1, and later slots less
-        return 0 if self.span or window is None else max(0, self.length - window + 1)
+    def _first(self, sight: Sight) -> int:
+        return 0 if self.span else sight.first(self.length)
 
-    def _make(self, window: int | None) -> Mask:
-        span, first = self.span, self._first(window)
+    def _make(self, sight: Sight) -> Mask:
+        span, first = self.span, self._first(sight)
         if span is None:
-            if window is None or self.length + self.positions.shape[2] <= window:
-                return None
+            if sight.sees_all(self.length - first, self.positions.shape[2]):
+                return PartMask(None, sight.causal)
             ends = self.positions.new_full(self.positions.shape[:2], self.length)
             span = ContextSpan(torch.zeros_like(ends), ends)
         if self.flex:
-            return flex_mask(span.lowest(self.positions, window), span.ends, self.length)
-        return span.mask(self.length, self.positions, window)[..., first:]
+            lowest = span.lowest(self.positions, sight)
+            return flex_mask(lowest, span.ends, self.length, sight.causal)
+        context = span.mask(self.length, self.positions, sight)[..., first:]
+        return PartMask(context, sight.causal)

@@ -53,6 +53,8 @@ def _unused(config: DrafterConfig) -> set[str]:
         unused |= {"selector_top_k"}
     if not config.conv_kernel_size:
         unused |= {"conv_group_size"}
+    if not any(config.windows):
+        unused |= {"window_from"}
     return unused
 
 

@@ -28,8 +28,6 @@ OPTIONAL_SIZES = (
 )
 # the only values that a drafter of ours can have; null stands for absent
 FIXED: dict[str, tuple[Any, ...]] = {
-    "is_causal": (False,),
-    "causal": (False,),
     "model_type": ("qwen3", "dspark"),
     "mlp_bias": (False,),
     "attention_mode": ("gqa",),
@@ -60,7 +58,6 @@ SILENT = frozenset(
         "speculators_config",
         "speculators_model_type",
         "speculators_version",
-        "sliding_window_non_causal",
         "base_model",
         "target_model_type",
     ]
@@ -189,20 +186,32 @@ def drafter_config(
 
 
 def _windows(fields: Fields) -> dict[str, Any]:
-    """Sliding layers. Where nothing is said of causality they are causal, which ours are not."""
+    """Which layers slide, where their windows begin, and which blocks are causal."""
     types, window = fields.take("layer_types", []), fields.take("sliding_window", None)
     fields.take("use_sliding_window", None)
-    if SLIDING not in types:
-        for kind in sorted(set(types) - {FULL}):
-            fields.refuse("layer_types", kind, f"{FULL} or {SLIDING}")
-        return {}
-    if fields.layout.speculators:
-        # its window begins a fixed distance before the anchor, not before each slot
-        fields.refuse("layer_types", SLIDING, f"{FULL} in every layer of a speculators checkpoint")
+    slides = SLIDING in types
+    for kind in sorted(set(types) - {FULL, SLIDING}):
+        fields.refuse("layer_types", kind, f"{FULL} or {SLIDING}")
+    settings = {"layer_types": types, "sliding_window": window} if slides else {}
     causal = fields.take("is_causal", fields.take("causal", None))
-    if causal is not False:
-        fields.refuse("is_causal", causal, "false beside sliding layers: they are causal otherwise")
-    return {"layer_types": types, "sliding_window": window}
+    if fields.layout.speculators:
+        # windows begin a fixed distance before the anchor; full layers are never causal
+        if causal not in (None, False):
+            fields.refuse("is_causal", causal, "false: full layers see whole blocks there")
+        both = fields.take("sliding_window_non_causal", None)
+        if slides and both is None:
+            expected = "true or false beside sliding layers: its readers differ in the default"
+            fields.refuse("sliding_window_non_causal", both, expected)
+        return settings | (
+            {"window_from": "anchor", "causal_blocks": "none" if both else "sliding"}
+            if slides
+            else {}
+        )
+    if causal not in (None, False, True):
+        fields.refuse("is_causal", causal, "true, false or null")
+    # where nothing is said, sliding layers are causal and full ones are not
+    silent = "sliding" if slides else "none"
+    return settings | {"causal_blocks": {None: silent, False: "none", True: "all"}[causal]}
 
 
 def _heads(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 Everything that differs between formats is a column here; readers and writers look it up.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dspark_train.drafter import DrafterConfig
+from dspark_train.drafter.config import CAUSAL_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Destination:
         ships_target: whether the target's embedding and LM head belong into the checkpoint.
         reduced: whether it reads a reduced draft vocabulary.
         confidence: whether it reads the confidence head of the kind "dspark".
-        sliding: whether it reads layers whose slots see a window up to their own position.
+        windows: from where windows of sliding layers may count (`DrafterConfig.window_from`).
+        causal: in which layers blocks may be causal (`DrafterConfig.causal_blocks`).
         temperatures: whether it reads a file with the temperatures of the confidence, one a slot.
     """
 
@@ -102,7 +105,8 @@ class Destination:
     ships_target: bool = False
     reduced: bool = False
     confidence: bool = True
-    sliding: bool = False
+    windows: tuple[str, ...] = ()
+    causal: tuple[str, ...] = ("none",)
     temperatures: bool = False
 
     def carries_temperatures(self, config: DrafterConfig) -> bool:
@@ -118,10 +122,19 @@ DESTINATIONS = {
         Destination(
             "deepspec", {"dspark": DSPARK}, (*_ALL, None), anchor_only=True, ships_target=True
         ),
-        Destination("vllm", _PLAIN, ("vanilla",), reduced=True, sliding=True),
-        Destination("sglang", _PLAIN, _ALL, sliding=True, temperatures=True),
-        Destination("speculators", SPECULATORS, (*_ALL, None), reduced=True),
-        Destination("dflash", {"dflash": DFLASH, "dflash2": DFLASH2}, sliding=True),
+        Destination(
+            "vllm", _PLAIN, ("vanilla",), reduced=True, windows=("slot",), causal=CAUSAL_BLOCKS
+        ),
+        Destination("sglang", _PLAIN, _ALL, windows=("slot",), temperatures=True),
+        Destination(
+            "speculators",
+            SPECULATORS,
+            (*_ALL, None),
+            reduced=True,
+            windows=("anchor",),
+            causal=("none", "sliding"),
+        ),
+        Destination("dflash", {"dflash": DFLASH, "dflash2": DFLASH2}, windows=("slot",)),
         Destination("transformers", {"dflash": DFLASH}),
     )
 }
@@ -157,51 +170,45 @@ def refuse_uncarried(name: str, config: DrafterConfig) -> Layout | None:
     if name == NATIVE:
         return None
     destination, kind = DESTINATIONS[name], kind_of(config)
-    others = "export.formats=[" + ", ".join(carriers(config)) + "] can"
-    if kind not in destination.layouts:
-        raise ValueError(
-            f"export format {name} cannot carry a drafter of the kind {kind}, only "
-            f"{sorted(destination.layouts)}; {others}"
-        )
-    if kind == "dspark" and config.markov_head_type not in destination.heads:
-        head = config.markov_head_type or "no sequential head in the layout of DSpark"
-        raise ValueError(
-            f"export format {name} cannot carry {head}, only "
-            f"{[head for head in destination.heads if head]}; {others}, or train with "
-            "drafter.markov_head_type=vanilla"
-        )
-    if kind == "dspark" and destination.anchor_only and not config.sample_from_anchor:
-        raise ValueError(
-            f"export format {name} has no sample_from_anchor=false: every slot would be off by "
-            f"one; {others}"
-        )
-    if config.draft_vocab_size and not destination.reduced:
-        raise ValueError(
-            f"export format {name} cannot carry a reduced draft vocabulary "
-            f"(draft_vocab_size={config.draft_vocab_size}); {others}, or train with "
-            "drafter.draft_vocab_size=null"
-        )
-    if any(config.windows) and not destination.sliding:
-        raise ValueError(
-            f"export format {name} cannot carry sliding layers (sliding_window="
-            f"{config.sliding_window}) that see their block in both directions and count the "
-            f"window from each slot; {others}, or train with drafter.sliding_window=null"
-        )
+    for what, instead in _uncarried(destination, kind, config):
+        others = "export.formats=[" + ", ".join(carriers(config)) + "] can"
+        train = f", or train with {instead}" if instead else ""
+        raise ValueError(f"export format {name} cannot carry {what}; {others}{train}")
     return destination.layouts[kind]
 
 
 def carriers(config: DrafterConfig) -> list[str]:
     """The formats that carry a drafter."""
     kind = kind_of(config)
-    return [NATIVE] + [
-        d.name
-        for d in DESTINATIONS.values()
-        if kind in d.layouts
-        and (kind != "dspark" or config.markov_head_type in d.heads)
-        and (config.sample_from_anchor or kind != "dspark" or not d.anchor_only)
-        and (d.reduced or not config.draft_vocab_size)
-        and (d.sliding or not any(config.windows))
-    ]
+    return [NATIVE, *(d.name for d in DESTINATIONS.values() if not [*_uncarried(d, kind, config)])]
+
+
+def _uncarried(d: Destination, kind: str, config: DrafterConfig) -> Iterator[tuple[str, str]]:
+    """What of a drafter a destination does not carry, and settings that it would."""
+    if kind not in d.layouts:
+        yield f"a drafter of the kind {kind}, only {sorted(d.layouts)}", ""
+    elif kind == "dspark":
+        head = config.markov_head_type
+        if head not in d.heads:
+            known = [head for head in d.heads if head]
+            what = head or "no sequential head in the layout of DSpark"
+            yield f"{what}, only {known}", "drafter.markov_head_type=vanilla"
+        if d.anchor_only and not config.sample_from_anchor:
+            yield "sample_from_anchor=false: every slot would be off by one", ""
+    if config.draft_vocab_size and not d.reduced:
+        what = f"a reduced draft vocabulary (draft_vocab_size={config.draft_vocab_size})"
+        yield what, "drafter.draft_vocab_size=null"
+    if any(config.windows) and config.window_from not in d.windows:
+        what = (
+            f"sliding layers (sliding_window={config.sliding_window}) whose windows count from "
+            f"window_from={config.window_from}"
+        )
+        known = ", ".join(d.windows)
+        instead = f"drafter.window_from={known}" if known else "drafter.sliding_window=null"
+        yield what, instead
+    if config.causal_blocks not in d.causal:
+        what = f"causal blocks (causal_blocks={config.causal_blocks})"
+        yield what, "drafter.causal_blocks=none"
 
 
 def what_is_left_out(name: str, config: DrafterConfig) -> list[str]:

@@ -113,7 +113,7 @@ def _config(
     architectures: list[str] | None,
 ) -> dict[str, Any]:
     config = drafter.config
-    sizes, draft = _sizes(config), _draft(layout, config)
+    sizes, draft = _sizes(layout, config), _draft(layout, config)
     dtype = str(drafter.dtype).removeprefix("torch.")
     if layout.speculators:
         return {
@@ -124,7 +124,7 @@ def _config(
             "dtype": dtype,
             "tie_word_embeddings": False,
             "draft_vocab_size": config.draft_vocabulary,
-            "sliding_window_non_causal": False,
+            "sliding_window_non_causal": config.causal_blocks == "none" and any(config.windows),
             "target_hidden_size": None,
             "speculators_config": _speculators_config(layout, config, architectures),
             **draft,
@@ -153,7 +153,7 @@ def _config(
     return {**top, **draft}
 
 
-def _sizes(config: DrafterConfig) -> dict[str, Any]:
+def _sizes(layout: Layout, config: DrafterConfig) -> dict[str, Any]:
     """The backbone as a Qwen3 model, rotary fields of the target's family stripped."""
     layers = config.num_hidden_layers
     return {
@@ -163,7 +163,7 @@ def _sizes(config: DrafterConfig) -> dict[str, Any]:
         },
         **{key: getattr(config, key) for key in (*SIZES, *OPTIONAL_SIZES)},
         "layer_types": config.layer_types or [FULL] * layers,
-        "is_causal": False,
+        **_causality(layout, config),
         "attention_dropout": 0.0,
         "max_window_layers": layers,
         "sliding_window": config.sliding_window,
@@ -174,6 +174,14 @@ def _sizes(config: DrafterConfig) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
+
+
+def _causality(layout: Layout, config: DrafterConfig) -> dict[str, bool]:
+    """Said always, but where sliding layers alone are causal, which is what silence means."""
+    if config.causal_blocks == "sliding" and not layout.speculators:
+        return {}
+    # speculators say elsewhere whether sliding layers are
+    return {"is_causal": config.causal_blocks == "all"}
 
 
 def _draft(layout: Layout, config: DrafterConfig) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> 
         draft_vocab_size=d.draft_vocab_size,
         sliding_window=d.sliding_window,
         layer_types=d.layer_types,
+        window_from=d.window_from,
+        causal_blocks=d.causal_blocks,
         target={**facts["target"], "head": target.head.facts},
     )
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from dspark_train.blocks import ContextSpan, eligible_anchors, sample_anchors
+from dspark_train.blocks import ContextSpan, Sight, eligible_anchors, sample_anchors
 
 
 def test_an_anchor_is_supervised_and_so_is_its_successor() -> None:
@@ -42,9 +42,18 @@ def test_a_block_sees_its_document_strictly_before_its_anchor() -> None:
 def test_a_window_ends_before_its_slot_and_moves_with_it() -> None:
     """A block at anchor 5 of a document that starts at 2: slot k sees the 3 up to itself."""
     span = ContextSpan(starts=torch.tensor([[2]]), ends=torch.tensor([[7]]))
-    mask = span.mask(9, torch.tensor([[[5, 6, 7]]]), window=3)
+    mask = span.mask(9, torch.tensor([[[5, 6, 7]]]), Sight(3))
     assert mask.int().tolist() == [
         [[[0, 0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1, 0, 0], [0] * 9]]
     ]
-    early = span.mask(9, torch.tensor([[[1, 2, 3]]]), window=3)  # never before the document
+    early = span.mask(9, torch.tensor([[[1, 2, 3]]]), Sight(3))  # never before the document
     assert early[0, 0, 0].int().tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0]
+
+
+def test_a_window_that_begins_a_fixed_distance_before_the_anchor() -> None:
+    """All slots see the same: the 3 before the anchor, and never what is before the document."""
+    span = ContextSpan(starts=torch.tensor([[2, 2]]), ends=torch.tensor([[7, 4]]))
+    mask = span.mask(9, torch.tensor([[[5, 6], [2, 3]]]), Sight(3, from_anchor=True))
+    assert mask.int().tolist() == [
+        [[[0, 0, 0, 0, 1, 1, 1, 0, 0]], [[0, 0, 1, 1, 0, 0, 0, 0, 0]]],
+    ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark_train.blocks import BlockSlots
+from dspark_train.blocks import BlockSlots, Sight
 from dspark_train.blocks.picture import attention_picture
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "blocks_and_mask.ipynb"
@@ -19,6 +19,10 @@ def test_matrix_by_hand() -> None:
         [0, 0, 1, 0, 0, 0, 1, 1],
         [0, 0, 1, 0, 0, 0, 1, 1],
     ]
+    causal = attention_picture(
+        BlockSlots(2), torch.tensor([1, 3]), torch.tensor([0, 2]), 4, Sight(causal=True)
+    )
+    assert causal.int().tolist()[::2] == [[1, 0, 0, 0, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0, 1, 0]]
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as flex_module
 
-from dspark_train.blocks import ContextSpan
+from dspark_train.blocks import ContextSpan, Sight
 from dspark_train.drafter.flex import flex_attend, flex_mask
-from dspark_train.drafter.two_part import two_part_attend
+from dspark_train.drafter.two_part import PartMask, two_part_attend
 
 B, A, K, S, HEADS, KV_HEADS, WIDTH = 2, 5, 3, 19, 4, 2, 16
-WINDOWS = [None, 4, 30]
+SCALE = WIDTH**-0.5
+SIGHTS = [Sight(), Sight(4), Sight(30), Sight(4, from_anchor=True), Sight(causal=True)]
+SIGHTS += [Sight(4, causal=True), Sight(2, from_anchor=True, causal=True)]
 
 
 def make_case() -> tuple[list[torch.Tensor], ContextSpan, torch.Tensor]:
@@ -30,7 +32,7 @@ def make_case() -> tuple[list[torch.Tensor], ContextSpan, torch.Tensor]:
 
 
 def square(
-    leaves: list[torch.Tensor], span: ContextSpan, positions: torch.Tensor, window: int | None
+    leaves: list[torch.Tensor], span: ContextSpan, positions: torch.Tensor, sight: Sight
 ) -> torch.Tensor:
     """The mask written out element by element, and plain softmax attention over everything."""
     queries, past_keys, past_values, own_keys, own_values = leaves
@@ -41,8 +43,10 @@ def square(
                 start, end = int(span.starts[b, a]), int(span.ends[b, a])
                 t = int(positions[b, a, k])
                 for s in range(start, end):
-                    visible[b, a * K + k, s] = window is None or t - (s - start) < window
-                visible[b, a * K + k, S + a * K : S + (a + 1) * K] = True
+                    behind = end - s - 1 if sight.from_anchor else t - (s - start)
+                    visible[b, a * K + k, s] = sight.window is None or behind < sight.window
+                last = k + 1 if sight.causal else K
+                visible[b, a * K + k, S + a * K : S + a * K + last] = True
     keys, values = (
         torch.cat((past, own.transpose(1, 2).flatten(2, 3)), 2).repeat_interleave(2, 1)
         for past, own in ((past_keys, own_keys), (past_values, own_values))
@@ -57,33 +61,33 @@ def with_gradients(mixed: torch.Tensor, leaves: list[torch.Tensor]) -> list[torc
     return [mixed, *torch.autograd.grad((mixed * towards).sum(), leaves)]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_two_parts_are_the_square(window: int | None) -> None:
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_two_parts_are_the_square(sight: Sight) -> None:
     leaves, span, positions = make_case()
-    expected = with_gradients(square(leaves, span, positions, window), leaves)
+    expected = with_gradients(square(leaves, span, positions, sight), leaves)
     queries, *rest = leaves
-    mask = span.mask(S, positions, window)
-    mixed = two_part_attend(queries, tuple(rest[:2]), tuple(rest[2:]), mask)
+    mask = PartMask(span.mask(S, positions, sight), sight.causal)
+    mixed = two_part_attend(queries, tuple(rest[:2]), tuple(rest[2:]), mask, SCALE)
     # scores are at least float32, and no wider
     torch.testing.assert_close(with_gradients(mixed, leaves), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("window", WINDOWS)
-def test_flex_is_the_square(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_flex_is_the_square(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its eager mathematics; only a check of the device keeps gradients from running on a CPU."""
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
     leaves, span, positions = make_case()
-    expected = with_gradients(square(leaves, span, positions, window), leaves)
+    expected = with_gradients(square(leaves, span, positions, sight), leaves)
     queries, *rest = leaves
-    mask = flex_mask(span.lowest(positions, window), span.ends, S)
-    mixed = flex_attend(queries, tuple(rest[:2]), tuple(rest[2:]), mask)
+    mask = flex_mask(span.lowest(positions, sight), span.ends, S, sight.causal)
+    mixed = flex_attend(queries, tuple(rest[:2]), tuple(rest[2:]), mask, SCALE)
     torch.testing.assert_close(with_gradients(mixed, leaves), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_window_changes_what_is_seen() -> None:
+def test_every_sight_is_another() -> None:
     leaves, span, positions = make_case()
-    results = [square(leaves, span, positions, window) for window in (None, 4, 3)]
+    results = [square(leaves, span, positions, sight) for sight in SIGHTS if sight.window != 30]
     assert all(not torch.allclose(one, other) for one, other in pairwise(results))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dspark_train.blocks import Sight
 from dspark_train.drafter import Drafter, DrafterConfig
 
 
@@ -26,6 +27,16 @@ def test_a_window_without_layer_types_makes_all_layers_slide(tmp_path: Path) -> 
     mixed = ["full_attention", "sliding_attention"]
     assert DrafterConfig(sliding_window=8, layer_types=mixed).windows == [None, 8]
     assert DrafterConfig().windows == [None, None]
+
+
+def test_what_each_layer_sees() -> None:
+    mixed = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}
+    whole, causal = Sight(), Sight(causal=True)
+    assert DrafterConfig(**mixed).sights == [whole, Sight(9)]
+    assert DrafterConfig(**mixed, causal_blocks="sliding").sights == [whole, Sight(9, False, True)]
+    from_anchor = DrafterConfig(**mixed, causal_blocks="all", window_from="anchor")
+    assert from_anchor.sights == [causal, Sight(9, True, True)]
+    assert DrafterConfig(causal_blocks="sliding").sights == [whole, whole]
 
 
 def test_rotary_angles_do_not_depend_on_the_dtype_it_was_loaded_in(tmp_path: Path) -> None:
@@ -72,6 +83,9 @@ def test_tensor_names_are_those_of_the_ecosystem() -> None:
         ({"markov_head_type": "lstm"}, "markov_head_type='lstm'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"sliding_window": 6}, "sliding_window=6, expected at least block_size=7"),
+        ({"sliding_window": 0, "window_from": "anchor"}, "sliding_window=0, expected at least 1"),
+        ({"window_from": "start"}, "window_from='start', expected one of"),
+        ({"causal_blocks": "some"}, "causal_blocks='some', expected one of"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None"),
         ({"layer_types": ["full_attention"] * 2, "sliding_window": 9}, "sliding_window=9"),
         ({"layer_types": ["full_attention"]}, r"layer_types=\['full_attention'\], expected"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dspark_train.blocks import Sight
 from dspark_train.drafter import Drafter, DrafterConfig
 from dspark_train.formats import load_config, load_drafter
 from dspark_train.formats.files import INDEX
@@ -193,9 +194,45 @@ def add(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
     return lambda tensors: tensors.update({name: torch.zeros(shape)})
 
 
-SLIDING_SIZES = json.loads((FOLDER / "speculators-dflash/config.json").read_text())[
+SIZES = json.loads((FOLDER / "speculators-dflash/config.json").read_text())[
     "transformer_layer_config"
-] | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
+]
+MIXED = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
+SIGHTS: dict[str, tuple[str, dict[str, Any], list[Sight]]] = {
+    "whole": ("zlab-dflash", {}, [Sight(), Sight()]),
+    "not causal": ("zlab-dflash", {**MIXED, "is_causal": False}, [Sight(), Sight(16)]),
+    "causal": ("zlab-dflash", {"is_causal": True}, [Sight(causal=True)] * 2),
+    "all causal": (
+        "zlab-dflash",
+        {**MIXED, "is_causal": True},
+        [Sight(causal=True), Sight(16, causal=True)],
+    ),
+    # full layers see whole blocks and sliding ones do not, where nothing is said
+    "said by the layers": (
+        "zlab-dflash",
+        {**MIXED, "is_causal": None},
+        [Sight(), Sight(16, causal=True)],
+    ),
+    "speculators": (
+        "speculators-dflash",
+        {"transformer_layer_config": SIZES | MIXED, "sliding_window_non_causal": False},
+        [Sight(), Sight(16, from_anchor=True, causal=True)],
+    ),
+    "speculators, not causal": (
+        "speculators-dspark",
+        {"transformer_layer_config": SIZES | MIXED, "sliding_window_non_causal": True},
+        [Sight(), Sight(16, from_anchor=True)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIGHTS)
+def test_what_the_layers_see(copy, case: str) -> None:
+    """The rules of causality and windows differ between layouts (trap: causality)."""
+    name, fields, expected = SIGHTS[case]
+    assert load_config(copy(name, fields)).sights == expected
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
     "architecture": (
         "zlab-dflash",
@@ -222,23 +259,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
         None,
         r"block_size=\[7, 6\], expected the same value at the top and inside",
     ),
-    "causal": (
-        "zlab-dflash",
-        {"is_causal": True},
-        None,
-        r"is_causal=True, expected one of \[False",
-    ),
-    "sliding and causal": (
-        "zlab-dflash",
-        {"layer_types": ["full_attention", "sliding_attention"], "is_causal": None},
-        None,
-        "is_causal=None, expected false beside sliding layers",
-    ),
-    "a window from the anchor": (
+    "causal": ("zlab-dflash", {"is_causal": "yes"}, None, "is_causal='yes', expected true, false"),
+    "causal speculators": (
         "speculators-dflash",
-        {"transformer_layer_config": SLIDING_SIZES},
+        {"transformer_layer_config": SIZES | {"is_causal": True}},
         None,
-        "layer_types='sliding_attention', expected full_attention in every layer",
+        "is_causal=True, expected false: full layers see whole blocks there",
+    ),
+    "a window of unknown causality": (
+        "speculators-dflash",
+        {"transformer_layer_config": SIZES | MIXED, "sliding_window_non_causal": "absent"},
+        None,
+        "sliding_window_non_causal=None, expected true or false beside sliding layers",
     ),
     "linear attention": (
         "zlab-dflash",

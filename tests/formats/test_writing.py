@@ -205,7 +205,7 @@ def test_trap_the_other_convention_with_a_markov_head(tmp_path: Path) -> None:
     assert fields["architectures"] == ["Qwen3DSparkModel"]
     assert fields["sample_from_anchor"] is False
     assert load_drafter(tmp_path / "vllm").slots.num_proposals == 4
-    with pytest.raises(ValueError, match="deepspec has no sample_from_anchor=false"):
+    with pytest.raises(ValueError, match="deepspec cannot carry sample_from_anchor=false"):
         write(tmp_path / "deepspec", "deepspec", drafter, head)
 
 

@@ -17,14 +17,26 @@ from tests.golden_tensors import head_of
 
 D, V, MASK = 32, 50, 49
 CONVENTIONS = [(4, True), (5, False)]
-WINDOWS = [None, 5, 9]
+MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
+SIGHTS = {
+    "full": {},
+    "window 5": {**MIXED, "sliding_window": 5},
+    "window 9": {**MIXED, "sliding_window": 9},
+    "from the anchor": {**MIXED, "sliding_window": 3, "window_from": "anchor"},
+    "causal": {"causal_blocks": "all"},
+    "causal, from the anchor": {
+        "sliding_window": 4,
+        "window_from": "anchor",
+        "causal_blocks": "sliding",
+    },
+}
 KINDS = [None, "vanilla", "gated", "rnn"]
 
 
 def make_drafter(
-    kind: str | None, block_size: int, from_anchor: bool, window: int | None = None
+    kind: str | None, block_size: int, from_anchor: bool, sight: str = "full"
 ) -> Drafter:
-    """Two layers; with a window the second one slides."""
+    """Two layers that see as `SIGHTS` says."""
     torch.manual_seed(7)
     drafter = Drafter(
         DrafterConfig(
@@ -38,8 +50,7 @@ def make_drafter(
             sample_from_anchor=from_anchor,
             markov_head_type=kind,
             initializer_range=0.3,
-            layer_types=["full_attention", "sliding_attention"] if window else None,
-            sliding_window=window,
+            **SIGHTS[sight],
         )
     )
     for parameter in drafter.parameters():  # norms and zero matrices too
@@ -91,13 +102,13 @@ def outputs(drafter: Drafter, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("row_tokens", [0, 30])
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("sight", SIGHTS)
 @torch.no_grad()
 def test_training_forward_is_decoding_forward(
-    kind: str | None, convention: tuple[int, bool], row_tokens: int, window: int | None
+    kind: str | None, convention: tuple[int, bool], row_tokens: int, sight: str
 ) -> None:
     """Law 1, for every anchor of packed and of single documents; both compute in float32."""
-    drafter, head = make_drafter(kind, *convention, window), make_head()
+    drafter, head = make_drafter(kind, *convention, sight), make_head()
     documents = make_documents()
     batch = make_batch(documents, row_tokens)
     logits, confidence = outputs(drafter, batch)
@@ -133,17 +144,17 @@ def test_training_forward_is_decoding_forward(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sight", ["full", "window 5", "causal, from the anchor"])
 @torch.no_grad()
 def test_nothing_at_or_after_the_anchor_leaks(
-    kind: str | None, convention: tuple[int, bool], window: int | None
+    kind: str | None, convention: tuple[int, bool], sight: str
 ) -> None:
     """Law 2: bit-equal logits when the future changes, its own token excepted.
 
     The sequential head is teacher-forced, so a slot may see the tokens before its label: those
     are kept and everything from the label on changes.
     """
-    drafter = make_drafter(kind, *convention, window)
+    drafter = make_drafter(kind, *convention, sight)
     batch = make_batch(make_documents()[:1], 0)
     before, confidence = outputs(drafter, batch)
     for a in range(batch.anchors.shape[1]):
@@ -202,7 +213,7 @@ def test_the_context_before_the_anchor_is_read() -> None:
 @torch.no_grad()
 def test_a_window_hides_what_lies_behind_it() -> None:
     """One sliding layer of window 5: the slots of anchor 8 read features 4 to 7, none before."""
-    drafter = make_drafter(None, 4, True, window=5)
+    drafter = make_drafter(None, 4, True, "window 5")
     drafter.layers, drafter.config.layer_types = drafter.layers[1:], ["sliding_attention"]
     batch = make_batch(make_documents()[:1], 0)
     at = batch.anchors[0].tolist().index(8)
@@ -217,9 +228,25 @@ def test_a_window_hides_what_lies_behind_it() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("window", WINDOWS)
-def test_rows_of_different_lengths_decode_as_each_alone(window: int | None) -> None:
-    drafter, lengths = make_drafter(None, 4, True, window), [3, 11, 7]
+def test_a_window_from_the_anchor_hides_the_same_from_every_slot() -> None:
+    """Window 4, causal, one layer: slots of anchor 8 read features 4 to 7, all of them."""
+    drafter = make_drafter(None, 4, True, "causal, from the anchor")
+    drafter.layers, drafter.config.layer_types = drafter.layers[1:], ["sliding_attention"]
+    batch = make_batch(make_documents()[:1], 0)
+    at = batch.anchors[0].tolist().index(8)
+    before, _ = outputs(drafter, batch)
+    for position, seen in ((3, []), (4, [0, 1, 2, 3]), (7, [0, 1, 2, 3])):
+        features = batch.features.clone()
+        features[0, position] += 1.0
+        after, _ = outputs(drafter, replace(batch, features=features))
+        changed = (after[0, at] != before[0, at]).any(-1)
+        assert changed.nonzero().flatten().tolist() == seen, position
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_rows_of_different_lengths_decode_as_each_alone(sight: str) -> None:
+    drafter, lengths = make_drafter(None, 4, True, sight), [3, 11, 7]
     torch.manual_seed(3)
     features, embeddings = torch.randn(3, 11, 2 * D), torch.randn(3, 1, 4, D)
     context = drafter.context_kv(features, torch.arange(11).expand(3, 11))
@@ -234,14 +261,17 @@ def test_rows_of_different_lengths_decode_as_each_alone(window: int | None) -> N
         torch.testing.assert_close(together[one], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_every_slot_sees_every_slot_of_its_block() -> None:
-    drafter = make_drafter(None, 4, True)
+@pytest.mark.parametrize("sight", ["full", "causal", "causal, from the anchor"])
+def test_which_slots_of_its_block_a_slot_sees(sight: str) -> None:
+    """All of them, or those up to itself."""
+    drafter = make_drafter(None, 4, True, sight)
     embeddings = torch.randn(1, 1, 4, D, requires_grad=True)
     context = drafter.context_kv(torch.randn(1, 6, 2 * D), torch.arange(6)[None])
     hidden = drafter.backbone(embeddings, torch.arange(6, 10).view(1, 1, 4), context)
     for k in range(4):
         (gradient,) = torch.autograd.grad(hidden[0, 0, k].sum(), embeddings, retain_graph=True)
-        assert (gradient[0, 0].abs().sum(-1) > 0).all()
+        seen = k + 1 if "causal" in sight else 4
+        assert (gradient[0, 0].abs().sum(-1) > 0).tolist() == [True] * seen + [False] * (4 - seen)
 
 
 def test_labels_and_target_rows_line_up() -> None:
