@@ -52,7 +52,8 @@ class DrafterSettings:
     `sliding_window`: slots of sliding layers see that many positions up to their own (`window_from`
     "anchor": before the anchor); `layer_types` says which layers slide ("sliding_attention",
     "full_attention"), null: all if there is a window. `causal_blocks`: in which layers slots do not
-    see later slots ("none", "sliding", "all").
+    see later slots ("none", "sliding", "all"). The last six make layers as Gemma 4 has them
+    (`drafter=dspark_gemma4`); `rotary_share` of a head's pairs turn, null: all.
     """
 
     num_hidden_layers: int = 5
@@ -76,6 +77,12 @@ class DrafterSettings:
     layer_types: list[str] | None = None
     window_from: str = "slot"
     causal_blocks: str = "none"
+    hidden_act: str = "silu"
+    sandwich_norms: bool = False
+    value_norm: bool = False
+    keys_are_values: bool = False
+    attention_scale: float | None = None
+    rotary_share: float | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from transformers.activations import ACT2FN
+
 from dspark_train import ranks
 from dspark_train.config import BenchConfig, Config, GenerateConfig, RolloutConfig
 from dspark_train.decoding.loading import ProposerName
@@ -125,6 +127,10 @@ def _drafter(config: Config) -> Iterator[Check]:
     yield not wrong, "drafter.(sliding_window, layer_types)", given, "; ".join(wrong)
     for key, known in (("window_from", WINDOW_FROM), ("causal_blocks", CAUSAL_BLOCKS)):
         yield getattr(d, key) in known, f"drafter.{key}", getattr(d, key), f"one of {known}"
+    known, expected = d.hidden_act in ACT2FN, "an activation of transformers, such as silu"
+    yield known, "drafter.hidden_act", d.hidden_act, expected
+    share, expected = d.rotary_share, "a share in (0, 1], or null for all pairs"
+    yield share is None or 0 < share <= 1, "drafter.rotary_share", share, expected
     schedule, has_heads = config.schedule, d.markov_head_type or d.enable_confidence_head
     yield schedule in SCHEDULES, "schedule", schedule, f"one of {SCHEDULES}"
     expected = "joint where the drafter has no heads: there is nothing to train in a second stage"

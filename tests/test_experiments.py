@@ -21,8 +21,8 @@ TARGETS = {
     "qwen3_4b": (2560, 36, 32, 8, 128, 9728, 151_936, None),
     "qwen3_8b": (4096, 36, 32, 8, 128, 12_288, 151_936, None),
     "qwen3_14b": (5120, 40, 40, 8, 128, 17_408, 151_936, None),
-    # of this shape, which has a soft-cap and heads wider than the hidden states
-    "gemma4_12b": (3840, 48, 16, 8, 256, 15_360, 262_144, 30.0),
+    # heads of its full layers, which the experiment names; its keys are values
+    "gemma4_12b": (3840, 48, 16, 1, 512, 15_360, 262_144, 30.0),
     "smollm2": (576, 30, 9, 3, 64, 1536, 49_152, None),
 }
 
@@ -65,8 +65,8 @@ def built(experiment: str, name: str) -> Drafter:
         ("dspark_qwen3_8b", "qwen3_8b", 1_126_422_017),
         # 5 x 5120² + 5 x 330,311,936 + 2 x 5120 + 2 x 256 x 151,936 + 5,377
         ("dspark_qwen3_14b", "qwen3_14b", 1_860_438_529),
-        # 5 x 3840² + 5 x 224,141,312 + 2 x 3840 + 2 x 256 x 262,144 + 4,097
-        ("dspark_gemma4_12b", "gemma4_12b", 1_328_664_065),
+        # 5 x 3840² + 5 x 241,844,224 + 2 x 3840 + 2 x 256 x 262,144 + 4,097
+        ("dspark_gemma4_12b", "gemma4_12b", 1_417_178_625),
         # 5 x 2560² + 5 x 100,930,816 + 2 x 2560
         ("dflash_qwen3_4b", "qwen3_4b", 537_427_200),
         # 5 x 576² + 2 x 3,540,224 + 2 x 576 + 2 x 64 x 49,152 + 641

@@ -74,6 +74,17 @@ def test_force_redoes_a_finished_stage(tiny_run_finished: Run, tmp_path: Path) -
     assert fingerprints(run) == before
 
 
+def test_the_cards_of_a_run_have_what_was_measured(finished_run: Path) -> None:
+    """They lie with the benchmark: what was measured is untouched, to the checksum."""
+    dspark = next(row for row in read_report(finished_run)["rows"] if row["name"] == "dspark")
+    bench, export = (Artifact.open(finished_run / name) for name in ("bench", "export"))
+    said = bench.file("cards/native.md").read_text()
+    assert f"| greedy | {dspark['tau']:.3f} |" in said
+    assert "2 held-out prompts, float32" in said
+    before = (export.folder("checkpoint") / "README.md").read_text()
+    assert set(before.splitlines()) < set(said.splitlines())
+
+
 def test_report_has_what_later_benchmarks_have_too(finished_run: Path) -> None:
     report = read_report(finished_run)
     assert set(report) == {"environment", "settings", "rows"}

@@ -13,17 +13,27 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 Mask = PartMask | BlockMask
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension, computed in float32."""
+def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x` over its root mean square in the last dimension, in float32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
-    def __init__(self, size: int, eps: float) -> None:
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dimension, computed in float32.
+
+    Qwen's rounds to the dtype of `x` before its weight is applied, Gemma's (`wide`) after.
+    """
+
+    def __init__(self, size: int, eps: float, wide: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.wide = eps, wide
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        normed = unit_rms(x, self.eps)
+        if self.wide:
+            return (self.weight.float() * normed).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 
@@ -39,7 +49,8 @@ class Rotary:
             self.frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponent
             self.scale = 1.0
         else:
-            self.frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+            with torch.device("cpu"):  # a model that is being loaded is built without memory
+                self.frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """cos and sin `[..., d]` in float32 at integer `positions` `[...]`."""
@@ -67,20 +78,28 @@ class BlockAttention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
+        self.head_dim = config.head_dim
+        self.scale = config.attention_scale or config.head_dim**-0.5
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = None
+        if not config.keys_are_values:
+            self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, config.sandwich_norms)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, config.sandwich_norms)
+        self.value_norm = config.value_norm
 
     def keys_values(self, x: torch.Tensor, rotation: Rotation) -> KeysValues:
         """Keys (normed, rotated) and values `[..., Hkv, N, d]` of states `[..., N, D]`."""
         heads = (*x.shape[:-1], self.kv_heads, self.head_dim)
-        keys = rotate(self.k_norm(self.k_proj(x).view(heads)), rotation)
-        return keys.transpose(-3, -2), self.v_proj(x).view(heads).transpose(-3, -2)
+        projected = self.k_proj(x).view(heads)
+        keys = rotate(self.k_norm(projected), rotation)
+        values = projected if self.v_proj is None else self.v_proj(x).view(heads)
+        if self.value_norm:
+            values = unit_rms(values, self.k_norm.eps).to(values.dtype)
+        return keys.transpose(-3, -2), values.transpose(-3, -2)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, context: KeysValues, mask: Mask

@@ -26,14 +26,25 @@ class GatedMLP(nn.Module):
 
 
 class DrafterLayer(GradientCheckpointingLayer):
-    """A draft layer. The context enters by its keys and values only, without the layer's norm."""
+    """A draft layer. The context enters by its keys and values only, without the layer's norm.
+
+    With `sandwich_norms` it is Gemma's: what a sublayer gives is normed, too, before it is added,
+    and the layer's output has a scalar, which is not trained. `post_attention_layernorm` is then
+    that of the attention's output, in Qwen's layers that of the MLP's input.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        size = (config.hidden_size, config.rms_norm_eps, config.sandwich_norms)
+        self.input_layernorm = RMSNorm(*size)
         self.self_attn = BlockAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(*size)
         self.mlp = GatedMLP(config)
+        self.sandwiched = config.sandwich_norms
+        if self.sandwiched:
+            self.pre_feedforward_layernorm = RMSNorm(*size)
+            self.post_feedforward_layernorm = RMSNorm(*size)
+            self.register_buffer("layer_scalar", torch.ones(1))
         if config.conv_kernel_size:
             self.attention_conv = BlockConvolution(config)
             self.mlp_conv = BlockConvolution(config)
@@ -51,6 +62,10 @@ class DrafterLayer(GradientCheckpointingLayer):
         def attend(states: torch.Tensor) -> torch.Tensor:
             return self.self_attn(states, rotation, context, mask)
 
+        if self.sandwiched:
+            x = x + self.post_attention_layernorm(attend(self.input_layernorm(x)))
+            fed = self.mlp(self.pre_feedforward_layernorm(x))
+            return (x + self.post_feedforward_layernorm(fed)) * self.layer_scalar
         if self.convolves:
             x = x + self.attention_conv.around(attend, self.input_layernorm(x))
             return x + self.mlp_conv.around(self.mlp, self.post_attention_layernorm(x))

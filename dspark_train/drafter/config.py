@@ -25,6 +25,9 @@ class DrafterConfig(PreTrainedConfig):
     is a `sliding_window`, else none. Their slots see that many positions up to their own and their
     block (`window_from` "slot"), or before the anchor ("anchor", as in speculators). In layers that
     `causal_blocks` names ("none", "sliding", "all") slots do not see later slots of their block.
+    Gemma's layers have `sandwich_norms` (norms after the sublayers too, and a scalar per layer), a
+    `value_norm` without weights, an `attention_scale` of 1 (None: 1/sqrt(head_dim)), and values
+    that are the projected keys (`keys_are_values`).
     `confidence_temperatures` holds one value per proposal, by which confidence logits are divided.
     `target` identifies the target the drafter was trained for.
 
@@ -69,6 +72,10 @@ class DrafterConfig(PreTrainedConfig):
     sliding_window: int | None = None
     window_from: str = "slot"
     causal_blocks: str = "none"
+    sandwich_norms: bool = False
+    value_norm: bool = False
+    keys_are_values: bool = False
+    attention_scale: float | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.rope_parameters is None:
@@ -130,6 +137,13 @@ class DrafterConfig(PreTrainedConfig):
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
+        if self.conv_kernel_size and self.sandwich_norms:
+            problems.append(
+                f"conv_kernel_size={self.conv_kernel_size} with sandwich_norms=True, expected one "
+                "of them: where a convolution would stand among those norms is not known"
+            )
+        if self.attention_scale is not None and self.attention_scale <= 0:
+            problems.append(f"attention_scale={self.attention_scale}, expected a positive number")
         if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
             problems.append(
                 f"conv_group_size={self.conv_group_size} does not divide "

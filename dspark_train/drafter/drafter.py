@@ -45,9 +45,9 @@ class Drafter(PreTrainedModel):
         self.attention = "two_part"
         self.rotary = Rotary(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
-        self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(width, config.rms_norm_eps, config.sandwich_norms)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.norm = RMSNorm(width, config.rms_norm_eps, config.sandwich_norms)
         kind = config.markov_head_type
         self.markov_head = MARKOV_CLASSES[kind](config) if kind else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None

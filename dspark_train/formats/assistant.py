@@ -7,8 +7,8 @@ from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
 from dspark_train.drafter import Drafter
+from dspark_train.formats.destinations import refuse_uncarried
 from dspark_train.formats.reading import load_drafter
-from dspark_train.formats.table import refuse_uncarried
 
 
 class DFlashAssistant(Drafter):

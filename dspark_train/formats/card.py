@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark_train.drafter import DrafterConfig
-from dspark_train.formats.table import DESTINATIONS, kind_of, what_is_left_out
+from dspark_train.formats.destinations import DESTINATIONS, kind_of, what_is_left_out
 from dspark_train.formats.writing import TEMPERATURES
 
 ALGORITHM = {"dspark": "DSPARK", "dflash": "DFLASH", "dflash2": "DFLASH"}

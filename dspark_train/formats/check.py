@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from dspark_train.drafter import Drafter, DrafterConfig
+from dspark_train.formats.destinations import NATIVE
 from dspark_train.formats.reading import load_drafter
-from dspark_train.formats.table import NATIVE
 from dspark_train.target import TargetHead
 
 # what some formats do not say, and what says nothing about the model

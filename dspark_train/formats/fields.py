@@ -7,7 +7,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark_train.drafter import DrafterConfig
 from dspark_train.drafter.config import FULL, MARKOV_HEADS, SLIDING
-from dspark_train.formats.table import PLAIN_LAYOUTS, SPECULATORS, STRIPPED_ROPE, Layout
+from dspark_train.formats.gemma4 import layer_settings
+from dspark_train.formats.table import (
+    GEMMA4,
+    PLAIN_LAYOUTS,
+    SPECULATORS,
+    STRIPPED_ROPE,
+    Layout,
+    without_inherited,
+)
 
 # what means the same for them and for us
 SIZES = (
@@ -20,6 +28,8 @@ SIZES = (
     "rms_norm_eps",
     "vocab_size",
 )
+# which Gemma 4 says per kind of layer
+OF_A_LAYER = ("num_key_value_heads", "head_dim")
 OPTIONAL_SIZES = (
     "hidden_act",
     "attention_bias",
@@ -28,7 +38,7 @@ OPTIONAL_SIZES = (
 )
 # the only values that a drafter of ours can have; null stands for absent
 FIXED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("qwen3", "dspark"),
+    "model_type": ("qwen3", "dspark", "gemma4_text"),
     "mlp_bias": (False,),
     "attention_mode": ("gqa",),
     "projector_type": ("dspark", "dflash", "dflash2"),
@@ -148,11 +158,12 @@ def drafter_config(
     fields = Fields(source, layout, content)
     target = fields.levels[0].get("speculators_config") or {}
     name = (target.get("verifier") or {}).get("name_or_path")
-    sizes = {field: fields.take(field) for field in SIZES}
+    gemma4 = layout.family == GEMMA4
+    sizes = {f: fields.take(f) for f in SIZES if not gemma4 or f not in OF_A_LAYER}
     for field in OPTIONAL_SIZES:
         if (value := fields.take(field, None)) is not None:
             sizes[field] = value
-    sizes |= _windows(fields)
+    sizes |= layer_settings(fields) if gemma4 else _windows(fields)
     if fields.take("target_hidden_size", sizes["hidden_size"]) != sizes["hidden_size"]:
         fields.refuse("target_hidden_size", "another", f"hidden_size={sizes['hidden_size']}")
     taps = fields.take(layout.taps)
@@ -162,13 +173,17 @@ def drafter_config(
     head_scales = {
         "output_multiplier": fields.take("output_multiplier", 1.0),
         "final_logit_softcapping": fields.take("final_logit_softcapping", None),
-        "input_embedding_scale": fields.take("input_embedding_scale", 1.0),
+        "input_embedding_scale": sizes["hidden_size"] ** 0.5
+        if gemma4
+        else fields.take("input_embedding_scale", 1.0),
     }
     record: dict[str, Any] = {"name": name} if name else {}
-    if layout.kind == "dflash2":
+    if layout.kind == "dflash2" or gemma4:
         record["head"] = head_scales
     elif any(value not in (None, 1.0) for value in head_scales.values()):
-        fields.refuse("output_multiplier and the like", head_scales, "none but in DFlash2")
+        fields.refuse(
+            "output_multiplier and the like", head_scales, "none but in DFlash2 and Gemma 4"
+        )
     config = DrafterConfig(
         **sizes,
         rope_parameters=_rope(fields),
@@ -245,11 +260,11 @@ def _heads(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, A
 
 def _rope(fields: Fields) -> dict[str, Any]:
     """Rotary settings of both generations of transformers, without what a draft does not have."""
-    new, scaling = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
+    new, scaling = fields.take("rope_parameters", None) or {}, fields.take("rope_scaling", None)
     theta = fields.take("rope_theta", None)
-    rope = dict(new or scaling or {})
+    # nested where layers of several kinds differ
+    rope = without_inherited(new.get(FULL) or new or scaling or {})
     for field in STRIPPED_ROPE:
-        rope.pop(field, None)
         fields.take(field, None)
     kind = rope.pop("type", None) or rope.pop("rope_type", None) or "default"
     if kind == "mrope":

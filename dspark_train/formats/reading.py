@@ -14,6 +14,9 @@ from dspark_train.formats.files import CONFIG, Tensors, folder_of, read_json
 from dspark_train.formats.table import RENAMED, SHARED, Layout
 from dspark_train.target import TargetHead
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -72,6 +75,7 @@ def _load(source: str | Path, dtype: torch.dtype | None, head: TargetHead | None
     drafter = Drafter(found.config)
     expected = drafter.state_dict()
     _require_same_names(found, {name: t.shape for name, t in expected.items()}, weights)
+    _require_numbers(found, expected, weights)
     stored = {t.dtype for t in weights.values() if t.is_floating_point()}
     drafter.to(dtype or (stored.pop() if len(stored) == 1 else torch.float32))
     drafter.load_state_dict(weights)
@@ -123,6 +127,21 @@ def _require_same_names(
             raise ValueError(
                 f"{place}: {theirs.get(name, name)} has shape {tuple(weights[name].shape)}, "
                 f"expected {tuple(shape)} by its config.json"
+            )
+
+
+def _require_numbers(
+    found: Foreign, expected: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]
+) -> None:
+    """Weights in eight bits mean nothing without scales, and ids are no fractions."""
+    for name, meant in expected.items():
+        dtype, allowed = weights[name].dtype, FLOATS if meant.is_floating_point() else INTEGERS
+        if dtype not in allowed:
+            theirs = {ours: name for name, ours in RENAMED.items()}
+            raise ValueError(
+                f"checkpoint {found.source} ({found.layout.name}): {theirs.get(name, name)} is "
+                f"{dtype}, expected one of {[str(one) for one in allowed]}; quantised weights are "
+                "not read, export it again in bfloat16"
             )
 
 

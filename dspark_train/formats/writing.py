@@ -10,20 +10,24 @@ from safetensors.torch import save_file
 
 from dspark_train.drafter import Drafter, DrafterConfig
 from dspark_train.drafter.config import FULL
+from dspark_train.formats.destinations import (
+    DESTINATIONS,
+    NATIVE,
+    Destination,
+    refuse_uncarried,
+)
 from dspark_train.formats.fields import OPTIONAL_SIZES, SIZES
 from dspark_train.formats.files import CONFIG, SINGLE
+from dspark_train.formats.gemma4 import text_config
 from dspark_train.formats.table import (
     AUX,
-    DESTINATIONS,
+    GEMMA4,
     INNER,
-    NATIVE,
     RENAMED,
     SHARED,
     SPECULATORS,
-    STRIPPED_ROPE,
-    Destination,
     Layout,
-    refuse_uncarried,
+    without_inherited,
 )
 from dspark_train.target import TargetHead
 
@@ -59,7 +63,7 @@ def write(
         return
     destination = DESTINATIONS[name]
     layout = refuse_uncarried(name, drafter.config)
-    tensors = _tensors(destination, drafter, head)
+    tensors = _tensors(destination, layout, drafter, head)
     content = _config(destination, layout, drafter, architectures)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
@@ -74,7 +78,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _tensors(
-    destination: Destination, drafter: Drafter, head: TargetHead | None
+    destination: Destination, layout: Layout, drafter: Drafter, head: TargetHead | None
 ) -> dict[str, torch.Tensor]:
     config = drafter.config
     theirs = {ours: name for name, ours in RENAMED.items()}
@@ -85,8 +89,8 @@ def _tensors(
         if name.startswith("confidence_head") and (selects or drops):
             continue
         result[theirs[name] if selects and name in theirs else name] = tensor.contiguous().cpu()
-    reduced = config.draft_vocab_size
-    if reduced or destination.ships_target:
+    reduced, ships = config.draft_vocab_size, destination.ships(layout)
+    if reduced or ships:
         if head is None:
             raise ValueError(
                 f"export format {destination.name} ships rows of the target's LM head: give the "
@@ -101,7 +105,7 @@ def _tensors(
                 marks[drafter.draft_ids.cpu()] = True
                 result["t2d"] = marks
         result[SHARED[1]] = rows.detach().to("cpu", dtype, copy=True)
-        if destination.ships_target:
+        if ships:
             result[SHARED[0]] = head.embedding.weight.detach().to("cpu", dtype, copy=True)
     return result
 
@@ -154,13 +158,13 @@ def _config(
 
 
 def _sizes(layout: Layout, config: DrafterConfig) -> dict[str, Any]:
-    """The backbone as a Qwen3 model, rotary fields of the target's family stripped."""
+    """The backbone as a model of its family, without what is inherited from the target."""
     layers = config.num_hidden_layers
+    if layout.family == GEMMA4:
+        return text_config(config)
     return {
         "model_type": "qwen3",
-        "rope_parameters": {
-            key: value for key, value in config.rope_parameters.items() if key not in STRIPPED_ROPE
-        },
+        "rope_parameters": without_inherited(config.rope_parameters),
         **{key: getattr(config, key) for key in (*SIZES, *OPTIONAL_SIZES)},
         "layer_types": config.layer_types or [FULL] * layers,
         **_causality(layout, config),

@@ -19,7 +19,9 @@ from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.stats import DecodingStats
 from dspark_train.disk import sha256_file
 from dspark_train.formats import load_config
+from dspark_train.stages.cards import write_cards
 from dspark_train.stages.divergence import Divergence, first_divergence
+from dspark_train.stages.export import push_card
 from dspark_train.stages.report import environment, show, write_plot, write_report
 from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.stage import Outcome
@@ -98,6 +100,10 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     }
     writer.write("report.json", lambda path: write_report(path, report))
     writer.write("report.png", lambda path: write_plot(path, report))
+    if not config.checkpoint:
+        own = write_cards(writer, inputs["export"], report)
+        if config.export.push_to_hub:
+            push_card(writer.path(own), config.export.push_to_hub)
     show(report)
     if unexplained:
         raise ValueError(

@@ -17,10 +17,13 @@ from dspark_train.formats import (
 )
 from dspark_train.formats.card import Story, card
 from dspark_train.formats.check import reload
+from dspark_train.stages.export import compare
 from dspark_train.stages.targets import device
 from dspark_train.target import Target
 from dspark_train.target.layers import validate_taps
 from dspark_train.target.licence import licence_of
+
+CHECK_PROMPT = "Once upon a time there was a small model that guessed"
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -71,7 +74,12 @@ def run(config: Config) -> None:
             (place / "README.md").write_text(said)
 
         write_atomically(folder, build)
-        reload(folder, name, drafter, head)
-        print(f"convert    {source} -> {folder} ({name}), read back and compared")
+        if target is None:
+            reload(folder, name, drafter, head)
+            checked = "compared; give convert.target= to decode with it, too"
+        else:
+            compare(folder, name, drafter, target, CHECK_PROMPT)
+            checked = "compared, decoded with"
+        print(f"convert    {source} -> {folder} ({name}), read back, {checked}")
         for note in what_is_left_out(name, drafter.config):
             print(f"convert    {note}")

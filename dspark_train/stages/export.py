@@ -1,5 +1,7 @@
 """drafter + temperatures -> checkpoints, each read back and decoded with before it is done."""
 
+import copy
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +14,7 @@ from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.disk import check_space
-from dspark_train.drafter import Drafter, load_drafter
+from dspark_train.drafter import Drafter, DrafterConfig, load_drafter
 from dspark_train.formats import NATIVE, refuse_uncarried, what_is_left_out, write
 from dspark_train.formats.card import Measured, Story, card
 from dspark_train.formats.check import reload
@@ -25,6 +27,8 @@ from dspark_train.target.cpu import weight_bytes
 from dspark_train.target.licence import licence_of
 
 CHECK_TOKENS = 48
+# what the model cards tell; `bench` tells it again with what it measured
+STORY = "story.json"
 
 
 def inputs(config: Config) -> tuple[str, ...]:
@@ -40,6 +44,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     rollout, drafted = inputs["rollout"], inputs[trained(config)]
     drafter = load_drafter(drafted.folder("drafter"))
     refuse_untrained(drafter)
+    require_as_recorded(drafter.config, drafted)
     temperatures = inputs["calibrate"].facts["temperatures"]
     drafter.config.confidence_temperatures = temperatures
     drafter.to(getattr(torch, config.export.dtype))
@@ -78,6 +83,8 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
         compare(writer.path(place), name, drafter, target, prompt)
         for note in what_is_left_out(name, drafter.config):
             print(f"export     {note}")
+    told = json.dumps(asdict(story), indent=1, default=str)
+    writer.write(STORY, told.encode())
     if config.export.push_to_hub:
         push(writer.path("checkpoint"), config.export.push_to_hub)
     return Outcome(
@@ -103,6 +110,13 @@ def push(folder: Path, repository: str) -> None:
     api = HfApi()
     api.create_repo(repository, exist_ok=True)
     api.upload_folder(repo_id=repository, folder_path=str(folder))
+
+
+def push_card(card: Path, repository: str) -> None:
+    """Upload a card to where the checkpoint was uploaded."""
+    from huggingface_hub import HfApi
+
+    HfApi().upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id=repository)
 
 
 def tell(config: Config, inputs: Mapping[str, Artifact], drafted: Artifact) -> Story:
@@ -134,6 +148,22 @@ def tell(config: Config, inputs: Mapping[str, Artifact], drafted: Artifact) -> S
     )
 
 
+def require_as_recorded(config: DrafterConfig, drafted: Artifact) -> None:
+    """The conventions that a decoder depends on are those of the manifest (faults 24, 26, 29).
+
+    Raises:
+        ValueError: naming both sides.
+    """
+    recorded = drafted.facts.get("drafter", {})
+    for key in ("target_layer_ids", "block_size", "mask_token_id", "sample_from_anchor"):
+        found = getattr(config, key)
+        if (meant := recorded.get(key, found)) != found:
+            raise ValueError(
+                f"{drafted.directory}/drafter/config.json says {key}={found}, but the manifest "
+                f"beside it {meant}: redo the stage with force=[{drafted.directory.name}]"
+            )
+
+
 def refuse_untrained(drafter: Drafter) -> None:
     """Refuse weights that training never touched (fault 27: norms that are all 1.0).
 
@@ -154,7 +184,7 @@ def refuse_untrained(drafter: Drafter) -> None:
 
 
 def compare(
-    folder: Path, name: str, drafter: Drafter, target: Target, prompt: list[int] | None
+    folder: Path, name: str, drafter: Drafter, target: Target, prompt: list[int] | str
 ) -> None:
     """Read a checkpoint back and decode greedily with the drafter in memory and with the files.
 
@@ -163,7 +193,8 @@ def compare(
     """
     reloaded = reload(folder, name, drafter, target.head)
     outputs = []
-    for model in (drafter, reloaded):
+    # a decoder moves its drafter to the target's dtype, which formats yet to be written do not have
+    for model in (copy.deepcopy(drafter), reloaded):
         rounds: list[Any] = []
         decoder = SpeculativeDecoder.with_drafter(target, model)
         result = decoder.generate(prompt, CHECK_TOKENS, trace=rounds.append)

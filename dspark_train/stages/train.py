@@ -73,10 +73,7 @@ def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> 
         rms_norm_eps=getattr(like, "rms_norm_eps", 1e-6),
         # only the base of the target's rotary embedding: scaled, partial and multimodal variants
         # are the target's affair, its features already carry what they encode
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": d.rope_theta or _rope_base(like),
-        },
+        rope_parameters=_rotary(d.rotary_share, d.rope_theta or _rope_base(like)),
         max_position_embeddings=target.max_positions,
         vocab_size=target.vocab_size,
         block_size=d.block_size,
@@ -96,8 +93,19 @@ def drafter_config(config: Config, target: Target, facts: Mapping[str, Any]) -> 
         layer_types=d.layer_types,
         window_from=d.window_from,
         causal_blocks=d.causal_blocks,
+        hidden_act=d.hidden_act,
+        sandwich_norms=d.sandwich_norms,
+        value_norm=d.value_norm,
+        keys_are_values=d.keys_are_values,
+        attention_scale=d.attention_scale,
         target={**facts["target"], "head": target.head.facts},
     )
+
+
+def _rotary(share: float | None, base: float) -> dict[str, Any]:
+    if share is None:
+        return {"rope_type": "default", "rope_theta": base}
+    return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": share}
 
 
 def _rope_base(like: PretrainedConfig) -> float:

@@ -49,9 +49,10 @@ def test_rotary_angles_do_not_depend_on_the_dtype_it_was_loaded_in(tmp_path: Pat
     assert torch.equal(again.rotary.frequencies, drafter.rotary.frequencies)
 
 
-def test_other_rotary_types_come_from_transformers() -> None:
+def test_other_rotary_types_come_from_transformers(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
-    scaled = Drafter(DrafterConfig(rope_parameters=rope)).rotary
+    Drafter(DrafterConfig(rope_parameters=rope)).save_pretrained(tmp_path)
+    scaled = Drafter.from_pretrained(tmp_path).rotary
     plain = Drafter(DrafterConfig()).rotary
     torch.testing.assert_close(scaled.frequencies * 4, plain.frequencies)
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ import torch
 from dspark_train.artifacts import Artifact
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.drafter import load_drafter as load_own
-from dspark_train.formats import load_drafter
+from dspark_train.formats import load_drafter, write
+from dspark_train.stages.export import compare, refuse_untrained, require_as_recorded
 from dspark_train.target import Target
 from tests import golden_tensors
 from tests.formats.test_reading import FOLDER, same
+from tests.random_drafter import make_drafter
 from tests.tiny_pipeline import Run, refused
 
 
@@ -49,7 +52,7 @@ def test_what_came_in_goes_out_in_our_format(tiny_run: Run, tmp_path: Path) -> N
     source, output = FOLDER / "zlab-dflash2", tmp_path / "ours"
     ended = tiny_run("stages=[convert]", f"source={source}", f"output={output}")
     assert ended.status == 0, ended.err
-    assert "read back and compared" in ended.out
+    assert "read back, compared; give convert.target= to decode with it" in ended.out
     same(load_own(output), golden_tensors.load("dflash2")[0])
     assert "converted from" in (output / "README.md").read_text()
     again = tiny_run("stages=[convert]", f"source={source}", f"output={output}")
@@ -69,6 +72,7 @@ def test_several_formats_with_the_target(
     refused(tiny_run(*given), "ships embed_tokens.weight", "convert.target=")
     ended = tiny_run(*given, f"convert.target={golden_target}")
     assert ended.status == 0, ended.err
+    assert ended.out.count("read back, compared, decoded with") == 3
     target = Target.load(str(golden_target), dtype="float32")
     prompt, results = [3, 1, 4, 1, 5], []
     for name in ("vllm", "speculators", "native"):
@@ -133,9 +137,42 @@ def test_the_stage_export_writes_and_checks_every_format(
     assert told["ece_after"]
 
 
-def test_an_untrained_convolution_is_refused(tmp_path: Path) -> None:
-    from dspark_train.stages.export import refuse_untrained
+def test_the_check_leaves_the_drafter_in_the_dtype_that_is_written(
+    random_target, tmp_path: Path
+) -> None:
+    """A decoder computes in the target's dtype: formats written later must not be in that."""
+    target = random_target(vocab_size=11, num_layers=3)
+    drafter = make_drafter(target).bfloat16()
+    for name in ("native", "vllm"):
+        write(tmp_path / name, name, drafter)
+        compare(tmp_path / name, name, drafter, target, [1, 4, 2])
+        assert load_drafter(tmp_path / name).dtype == drafter.dtype == torch.bfloat16
 
+
+def test_the_check_finds_another_confidence(random_target, tmp_path: Path, monkeypatch) -> None:
+    """Planted: what was read back decodes the same tokens, but is less sure of them."""
+    target = random_target(vocab_size=11, num_layers=3)
+    drafter = make_drafter(target)
+    write(tmp_path / "out", "native", drafter)
+    other = load_drafter(tmp_path / "out")
+    other.confidence_head.proj.bias.data += 1
+    monkeypatch.setattr("dspark_train.stages.export.reload", lambda *_: other)
+    with pytest.raises(ValueError, match="decodes differently"):
+        compare(tmp_path / "out", "native", drafter, target, [1, 4, 2])
+
+
+@pytest.mark.parametrize("key", ["target_layer_ids", "block_size", "mask_token_id"])
+def test_conventions_are_those_of_the_manifest(key: str) -> None:
+    config = load_drafter(FOLDER / "zlab-dflash2").config
+    recorded = {"drafter": config.to_dict()}
+    drafted = SimpleNamespace(facts=recorded, directory=Path("run/train"))
+    require_as_recorded(config, drafted)
+    recorded["drafter"][key] = [7] if key == "target_layer_ids" else 7
+    with pytest.raises(ValueError, match=rf"says {key}=.*manifest beside it \[?7"):
+        require_as_recorded(config, drafted)
+
+
+def test_an_untrained_convolution_is_refused(tmp_path: Path) -> None:
     drafter = load_drafter(FOLDER / "zlab-dflash2")
     refuse_untrained(drafter)
     drafter.layers[1].mlp_conv.kernel_projection.weight.data.zero_()

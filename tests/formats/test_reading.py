@@ -1,18 +1,21 @@
 """Checkpoints that other projects' own code wrote: read, compared with golden values, refused."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from dspark_train.blocks import Sight
 from dspark_train.drafter import Drafter, DrafterConfig
-from dspark_train.formats import load_config, load_drafter
+from dspark_train.formats import files, load_config, load_drafter
 from dspark_train.formats.files import INDEX
 from tests import golden_tensors
 
@@ -154,6 +157,10 @@ def test_sharded_weights(copy) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match="shards are missing"):
         load_drafter(folder)
+    os.truncate(folder / "model-00001-of-00002.safetensors", 3000)
+    with pytest.raises(ValueError, match=r"could not be loaded \(model-00001-of-00002.safetensors"):
+        load_drafter(folder)
+    save_file({n: tensors[n] for n in halves[0]}, folder / "model-00001-of-00002.safetensors")
     (folder / INDEX).unlink()
     with pytest.raises(ValueError, match="lacks the tensor"):
         load_drafter(folder)
@@ -321,6 +328,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
         add("markov_head.gate_proj.weight", 8, 40),
         "has the tensor markov_head.gate_proj.weight",
     ),
+    "eight bits": (
+        "zlab-dflash",
+        {},
+        lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.int8)}),
+        r"fc\.weight is torch\.int8, expected one of .*bfloat16.* quantised weights are not read",
+    ),
     "missing tensor": (
         "zlab-dflash2",
         {},
@@ -358,6 +371,41 @@ def test_pickles_and_code_are_refused_unread(copy, file: str) -> None:
     (folder / file).write_text("raise SystemExit")
     with pytest.raises(ValueError, match=f"{file}.*expected .*safetensors"):
         load_drafter(folder)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LocalEntryNotFoundError("Cannot reach the hub\nand more lines"),
+        HfHubHTTPError(
+            "404: no such repository\nand more",
+            response=httpx.Response(404, request=httpx.Request("GET", "https://hub")),
+        ),
+        OSError("No route to host"),
+    ],
+)
+def test_a_hub_id_that_cannot_be_reached_is_one_clear_message(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def offline(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(files, "snapshot_download", offline)
+    for read in (load_config, load_drafter):
+        with pytest.raises(
+            ValueError, match=r"owner/name could not be loaded .*connection"
+        ) as told:
+            read("owner/name")
+        assert len(str(told.value).splitlines()) == 1
+
+
+def test_of_a_hub_repository_only_json_and_safetensors_are_fetched(monkeypatch) -> None:
+    def fetched(name: str, allow_patterns: list[str]) -> str:
+        assert (name, allow_patterns) == ("z-lab/tiny", ["*.json", "*.safetensors"])
+        return str(FOLDER / "zlab-dflash")
+
+    monkeypatch.setattr(files, "snapshot_download", fetched)
+    same(load_drafter("z-lab/tiny"), golden_tensors.load("dflash")[0])
 
 
 def test_no_checkpoint_there(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from dspark_train.drafter import Drafter
-from dspark_train.formats import refuse_uncarried
+from dspark_train.formats import refuse_uncarried, write
 from dspark_train.formats.check import reload
-from dspark_train.formats.table import DESTINATIONS, carriers
+from dspark_train.formats.destinations import DESTINATIONS, carriers
 from tests.formats.test_writing import read, written
 
 MIXED = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
@@ -43,6 +43,9 @@ def test_they_arrive(tmp_path: Path, case: str) -> None:
     """Read back they are the same, logits included: the check of every export compares them."""
     drafter, (_, carry, said) = seeing(case), CASES[case]
     assert carriers(drafter.config) == ["native", *carry]
+    native = tmp_path / "native"
+    write(native, "native", drafter)
+    assert reload(native, "native", drafter, None).config.sights == drafter.config.sights
     for name in carry:
         fields, _ = written(tmp_path / name, name, drafter)
         assert said.items() <= fields.items()

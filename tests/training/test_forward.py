@@ -18,7 +18,7 @@ from tests.golden_tensors import head_of
 D, V, MASK = 32, 50, 49
 CONVENTIONS = [(4, True), (5, False)]
 MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
-SIGHTS = {
+VARIANTS = {
     "full": {},
     "window 5": {**MIXED, "sliding_window": 5},
     "window 9": {**MIXED, "sliding_window": 9},
@@ -29,14 +29,26 @@ SIGHTS = {
         "window_from": "anchor",
         "causal_blocks": "sliding",
     },
+    "gemma 4": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "sandwich_norms": True,
+        "value_norm": True,
+        "keys_are_values": True,
+        "attention_scale": 1.0,
+        "rope_parameters": {
+            "rope_type": "proportional",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    },
 }
 KINDS = [None, "vanilla", "gated", "rnn"]
 
 
 def make_drafter(
-    kind: str | None, block_size: int, from_anchor: bool, sight: str = "full"
+    kind: str | None, block_size: int, from_anchor: bool, variant: str = "full"
 ) -> Drafter:
-    """Two layers that see as `SIGHTS` says."""
+    """Two layers of a variant."""
     torch.manual_seed(7)
     drafter = Drafter(
         DrafterConfig(
@@ -50,7 +62,7 @@ def make_drafter(
             sample_from_anchor=from_anchor,
             markov_head_type=kind,
             initializer_range=0.3,
-            **SIGHTS[sight],
+            **VARIANTS[variant],
         )
     )
     for parameter in drafter.parameters():  # norms and zero matrices too
@@ -102,13 +114,13 @@ def outputs(drafter: Drafter, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("row_tokens", [0, 30])
-@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_training_forward_is_decoding_forward(
-    kind: str | None, convention: tuple[int, bool], row_tokens: int, sight: str
+    kind: str | None, convention: tuple[int, bool], row_tokens: int, variant: str
 ) -> None:
     """Law 1, for every anchor of packed and of single documents; both compute in float32."""
-    drafter, head = make_drafter(kind, *convention, sight), make_head()
+    drafter, head = make_drafter(kind, *convention, variant), make_head()
     documents = make_documents()
     batch = make_batch(documents, row_tokens)
     logits, confidence = outputs(drafter, batch)
@@ -144,17 +156,17 @@ def test_training_forward_is_decoding_forward(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("sight", ["full", "window 5", "causal, from the anchor"])
+@pytest.mark.parametrize("variant", ["full", "window 5", "causal, from the anchor"])
 @torch.no_grad()
 def test_nothing_at_or_after_the_anchor_leaks(
-    kind: str | None, convention: tuple[int, bool], sight: str
+    kind: str | None, convention: tuple[int, bool], variant: str
 ) -> None:
     """Law 2: bit-equal logits when the future changes, its own token excepted.
 
     The sequential head is teacher-forced, so a slot may see the tokens before its label: those
     are kept and everything from the label on changes.
     """
-    drafter = make_drafter(kind, *convention, sight)
+    drafter = make_drafter(kind, *convention, variant)
     batch = make_batch(make_documents()[:1], 0)
     before, confidence = outputs(drafter, batch)
     for a in range(batch.anchors.shape[1]):
@@ -244,9 +256,9 @@ def test_a_window_from_the_anchor_hides_the_same_from_every_slot() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sight", SIGHTS)
-def test_rows_of_different_lengths_decode_as_each_alone(sight: str) -> None:
-    drafter, lengths = make_drafter(None, 4, True, sight), [3, 11, 7]
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_different_lengths_decode_as_each_alone(variant: str) -> None:
+    drafter, lengths = make_drafter(None, 4, True, variant), [3, 11, 7]
     torch.manual_seed(3)
     features, embeddings = torch.randn(3, 11, 2 * D), torch.randn(3, 1, 4, D)
     context = drafter.context_kv(features, torch.arange(11).expand(3, 11))
@@ -261,16 +273,16 @@ def test_rows_of_different_lengths_decode_as_each_alone(sight: str) -> None:
         torch.testing.assert_close(together[one], alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sight", ["full", "causal", "causal, from the anchor"])
-def test_which_slots_of_its_block_a_slot_sees(sight: str) -> None:
+@pytest.mark.parametrize("variant", ["full", "causal", "causal, from the anchor"])
+def test_which_slots_of_its_block_a_slot_sees(variant: str) -> None:
     """All of them, or those up to itself."""
-    drafter = make_drafter(None, 4, True, sight)
+    drafter = make_drafter(None, 4, True, variant)
     embeddings = torch.randn(1, 1, 4, D, requires_grad=True)
     context = drafter.context_kv(torch.randn(1, 6, 2 * D), torch.arange(6)[None])
     hidden = drafter.backbone(embeddings, torch.arange(6, 10).view(1, 1, 4), context)
     for k in range(4):
         (gradient,) = torch.autograd.grad(hidden[0, 0, k].sum(), embeddings, retain_graph=True)
-        seen = k + 1 if "causal" in sight else 4
+        seen = k + 1 if "causal" in variant else 4
         assert (gradient[0, 0].abs().sum(-1) > 0).tolist() == [True] * seen + [False] * (4 - seen)
 
 
