@@ -23,6 +23,7 @@ LAYERS = (
     ("serving",),
     ("config_data", "config_decoding", "config_training"),
     ("config",),
+    ("validation_drafter",),
     ("data", "validation", "noise"),
     ("training",),
     ("stages",),
