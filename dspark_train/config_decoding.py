@@ -33,11 +33,30 @@ class SimulateConfig:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Held-out prompts, decoded by everything side by side, once per temperature."""
+    """Held-out prompts, decoded by everything side by side, once per temperature.
+
+    `decoders`: some of plain (always: all are compared with it), lookup, causal, dflash, dspark,
+    transformers, and its modes transformers_lookup, transformers_assistant, transformers_dflash;
+    where a number of guesses can be chosen, `lookup:4` does, and several may stand side by side.
+    `assistant` is the smaller model of causal and transformers_assistant, `dflash` the checkpoint
+    of dflash and transformers_dflash (null: the one that is decoded with, without its heads).
+    `transformers_packed`: its modes once more, on weights packed as ours are. `sources`: prompts
+    from files, one per domain, instead of the held-out ones; `prompts` are of each. `rounds`: how
+    often everything is run; times are medians.
+    """
 
     prompts: int = 16
     max_new_tokens: int = 128
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
+    batches: list[int] = field(default_factory=lambda: [1])
+    decoders: list[str] = field(
+        default_factory=lambda: ["plain", "lookup", "dflash", "dspark", "transformers"]
+    )
+    assistant: str | None = None
+    dflash: str | None = None
+    transformers_packed: bool = False
+    sources: dict[str, str] = field(default_factory=dict)
+    rounds: int = 1
     seed: int = 0
     threads: int | None = None
 

@@ -7,6 +7,7 @@ from dspark_train import ranks
 from dspark_train.config import BenchConfig, Config, GenerateConfig, RolloutConfig
 from dspark_train.decoding.loading import ProposerName
 from dspark_train.formats import FORMATS
+from dspark_train.validation_bench import bench_checks
 from dspark_train.validation_drafter import drafter_checks
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -193,10 +194,7 @@ def _decoding(config: Config) -> Iterator[Check]:
     t = config.convert.dtype
     yield t in (None, *DTYPES), "convert.dtype", t, f"one of {DTYPES} or null"
     yield ok, "export.formats", e.formats, f"some of {list(FORMATS)}, each once"
-    yield from _positive("bench", b, "prompts", "max_new_tokens")
-    temperatures = bool(b.temperatures) and min(b.temperatures) >= 0
-    yield temperatures, "bench.temperatures", b.temperatures, "at least one, none below 0"
-    yield b.threads is None or b.threads > 0, "bench.threads", b.threads, "positive, or null"
+    yield from bench_checks(b)
     m = config.simulate
     yield from _positive("simulate", m, "requests", "tokens")
     loads = bool(m.concurrency) and min(m.concurrency) > 0

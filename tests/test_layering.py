@@ -22,7 +22,7 @@ LAYERS = (
     ("decoding",),
     ("serving",),
     ("config_data", "config_decoding", "config_training"),
-    ("config",),
+    ("config", "validation_bench"),
     ("validation_drafter",),
     ("data", "validation", "noise"),
     ("training",),

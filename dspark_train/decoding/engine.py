@@ -22,7 +22,7 @@ from dspark_train.decoding.proposers import Proposal, Proposer, Tree, TreePropos
 from dspark_train.decoding.ragged import read_ragged
 from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.scheduler import Fixed, Scheduler
-from dspark_train.decoding.stats import Round
+from dspark_train.decoding.stats import Round, Seconds
 from dspark_train.decoding.tree_pass import read_trees, refuse_without_trees, straighten
 from dspark_train.decoding.tree_verify import TreeDecision, decide_trees
 from dspark_train.decoding.verdicts import decide, round_of
@@ -201,7 +201,7 @@ class Engine:
             RequestError: bans or processors of one request failed. Nothing has changed then: the
                 round can be run again once that request is removed.
         """
-        requests, began = self.requests, perf_counter()
+        requests, began, walked = self.requests, perf_counter(), self.proposer.walked
         proposals = self.propose()
         drafted = perf_counter()
         lengths = self.scheduler.schedule(requests, proposals)
@@ -214,6 +214,7 @@ class Engine:
         except RequestError:
             self.cache.truncate([len(request.tokens) - 1 for request in requests])
             raise
+        sampled = perf_counter()
         kept = [
             request.commit(decision.tokens, decision.logprobs)
             for request, decision in zip(requests, decided, strict=True)
@@ -224,11 +225,12 @@ class Engine:
             output = straighten(self.cache, output, [decision.path for decision in decided])
         self._observe(0, requests, output, [count + 1 for count in stands])
         observed = perf_counter()
-        draft, verify = drafted - began + observed - committed, verified - scheduled
-        rest = scheduled - drafted + committed - verified
-        shares = [seconds / len(requests) for seconds in (draft, verify, rest)]
+        walk, rest = self.proposer.walked - walked, scheduled - drafted + committed - sampled
+        draft = drafted - began - walk + observed - committed
+        parts = (draft, walk, verified - scheduled, sampled - verified, rest)
+        shares = Seconds(*(seconds / len(requests) for seconds in parts))
         rounds = [
-            round_of(proposal, decision, count, *shares)
+            round_of(proposal, decision, count, shares)
             for proposal, decision, count in zip(proposals, decided, kept, strict=True)
         ]
         self.scheduler.observe(requests, rounds)

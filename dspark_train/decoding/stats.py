@@ -1,7 +1,25 @@
 """Counts of decoding, per request or summed over many."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Seconds(NamedTuple):
+    """Seconds of a round by part; for a request of a batch, its equal share.
+
+    Attributes:
+        draft: the drafter's passes, and reading the target's features into its cache.
+        walk: the sequential head from slot to slot, with the draws of its drafts.
+        verify: the target's pass and its LM head.
+        sampling: the verdict on the drafts, and the draw of the token after them.
+        bookkeeping: schedule, proposals, tokens and ends of requests.
+    """
+
+    draft: float = 0.0
+    walk: float = 0.0
+    verify: float = 0.0
+    sampling: float = 0.0
+    bookkeeping: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -15,7 +33,7 @@ class Round:
             rejection or an end of the text nothing is known.
         committed: tokens added, the residual or bonus token included.
         confidence: logits of the confidence head for the drafts, or None.
-        draft, verify, other: seconds in the drafter, in the target, and in everything else.
+        seconds: where its time went.
         overlap: `1 − ½‖draft − target‖₁` for the drafts, of traced requests; else None.
     """
 
@@ -24,9 +42,7 @@ class Round:
     judged: int
     committed: int
     confidence: list[float] | None
-    draft: float
-    verify: float
-    other: float
+    seconds: Seconds = field(default_factory=Seconds)
     overlap: list[float] | None = None
 
     @property
@@ -50,7 +66,7 @@ class DecodingStats:
         proposed: drafts that entered a target pass.
         tried, passed: per slot, rounds in which the slot was judged, and accepted.
         histogram: entry n counts the rounds that accepted n drafts.
-        seconds: draft, verify, other of the rounds, and prefill.
+        seconds: those of the rounds by part, and prefill.
     """
 
     requests: int = 0
@@ -62,7 +78,7 @@ class DecodingStats:
     passed: list[int] = field(default_factory=list)
     histogram: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(
-        default_factory=lambda: {"draft": 0.0, "verify": 0.0, "other": 0.0, "prefill": 0.0}
+        default_factory=lambda: {**Seconds()._asdict(), "prefill": 0.0}
     )
 
     def add(self, round_: Round) -> None:
@@ -74,8 +90,8 @@ class DecodingStats:
         _add(self.tried, [1] * round_.judged)
         _add(self.passed, [1] * round_.accepted + [0] * (round_.judged - round_.accepted))
         _add(self.histogram, [0] * round_.accepted + [1])
-        for part in ("draft", "verify", "other"):
-            self.seconds[part] += getattr(round_, part)
+        for part, seconds in round_.seconds._asdict().items():
+            self.seconds[part] += seconds
 
     def merge(self, other: "DecodingStats") -> None:
         """Add the counts of `other`."""

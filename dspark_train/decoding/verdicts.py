@@ -9,7 +9,7 @@ from dspark_train.decoding.logprobs import TokenLogprobs, token_logprobs
 from dspark_train.decoding.proposers import Proposal
 from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.sampling import draw_rows, most_likely, warp_rows
-from dspark_train.decoding.stats import Round
+from dspark_train.decoding.stats import Round, Seconds
 from dspark_train.decoding.verify import overlap, verify, verify_greedy
 
 # accepted drafts, the token after them, overlaps of a traced request
@@ -135,16 +135,14 @@ def _sampled(
     return list(zip(accepted, tokens, overlaps, strict=True))
 
 
-def round_of(
-    proposal: Proposal, decision: Decision, kept: int, draft: float, verify: float, other: float
-) -> Round:
+def round_of(proposal: Proposal, decision: Decision, kept: int, seconds: Seconds) -> Round:
     """What happened to a request in a round.
 
     Args:
         proposal: the drafts that entered the target pass.
         decision: the verdict on them.
         kept: tokens that were committed.
-        draft, verify, other: seconds.
+        seconds: its share of them.
     """
     stood = min(decision.accepted, kept)
     return Round(
@@ -153,8 +151,6 @@ def round_of(
         judged=stood if kept <= decision.accepted else decision.judged(proposal),
         committed=kept,
         confidence=None if proposal.confidence is None else proposal.confidence.tolist(),
-        draft=draft,
-        verify=verify,
-        other=other,
+        seconds=seconds,
         overlap=decision.overlap,
     )

@@ -69,8 +69,8 @@ class _Bench:
         """Seconds in the drafter and in the target."""
         self.fill(rows)
         self.engine.scheduler = Fixed(width)
-        rounds = self.engine.step()
-        return sum(one.draft for one in rounds), sum(one.verify for one in rounds)
+        seconds = [one.seconds for one in self.engine.step()]
+        return sum(s.draft + s.walk for s in seconds), sum(s.verify for s in seconds)
 
     def fill(self, rows: int) -> None:
         """Have `rows` requests that are far from their ends."""

@@ -1,9 +1,11 @@
 """What makes a pass over a few tokens cheap on a CPU: packed weights and grouped attention.
 
-Reading the weights is most of such a pass. oneDNN reads a weight about twice as fast from its own
-blocked layout as from rows, and then five tokens cost what one costs, which is what verification
-lives on. Attention of one token is a product of few rows where the query heads that share a key
-head are taken as queries of that head.
+Reading the weights is most of such a pass. They are read about twice as fast from a blocked layout
+as from rows, and then five tokens cost little more than one, which is what verification lives on.
+Two layouts are used: oneDNN's, and where the CPU has no products of bfloat16, FBGEMM's of float16
+for weights that are bfloat16 or were so once: two bytes are read for each, widened in registers,
+and summed in float32. Attention of one token is a product of few rows where the query heads that
+share a key head are taken as queries of that head.
 """
 
 import platform
@@ -19,6 +21,8 @@ from transformers.masking_utils import sdpa_mask
 from dspark_train.target.packing import Packing
 
 GROUPED = "sdpa_grouped"
+# what a weight may lose in float16: less than sums in float32 lose
+LOST = 2**-25
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -33,34 +37,69 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine has a packed product for weights of that kind."""
-    return (
-        device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
-        and (dtype == torch.float32 or (dtype == torch.bfloat16 and _onednn_has_bfloat16()))
-    )
+    onednn = torch.backends.mkldnn.is_available()
+    bfloat16 = (onednn and _onednn_has_bfloat16()) or _fbgemm()
+    known = {torch.float32: onednn, torch.bfloat16: bfloat16}
+    return device.type == "cpu" and known.get(dtype, False)
 
 
 def _onednn_has_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def _fbgemm() -> bool:
+    return torch.backends.quantized.engine in ("x86", "fbgemm")
+
+
+def fits_float16(weight: torch.Tensor) -> bool:
+    """Whether float16 holds a weight: all of bfloat16 from 2^-17 to 65504, and less for zero."""
+    wide = weight.float()
+    return bool((wide.half().float() - wide).abs().max() <= LOST)
+
+
 class PackedLinear(nn.Module):
-    """A frozen linear layer whose weight is held in oneDNN's blocked layout only."""
+    """A frozen linear layer whose weight is held in a packed layout only.
+
+    Attributes:
+        half: the layout is FBGEMM's of float16, else oneDNN's.
+
+    Raises:
+        ValueError: a weight that no layout of this CPU holds.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.nbytes = sum(p.nbytes for p in linear.parameters())
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.bias = None if linear.bias is None else linear.bias.detach()
+        weight = linear.weight.detach()
+        self.dtype = weight.dtype
+        native = weight.dtype == torch.bfloat16 and _onednn_has_bfloat16()
+        self.half = not native and _fbgemm() and fits_float16(weight)
+        if self.half:
+            self.nbytes -= weight.nbytes - 2 * weight.numel()
+            bias = None if self.bias is None else self.bias.float()
+            self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
+        elif native or weight.dtype == torch.float32:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        else:
+            raise ValueError(
+                f"bfloat16 weights up to {float(weight.abs().max()):.0f} cannot be packed on this "
+                "CPU, which holds 65504: set target.dtype=float32 or target.pack=false"
+            )
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight `[out, in]`, unpacked anew at every call."""
+        if self.half:
+            weight, _ = torch.ops.quantized.linear_unpack_fp16(self.packed)
+            return weight.to(self.dtype)
         return self.packed.to_dense()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[..., in]` to `[..., out]`; no gradient passes."""
+        if self.half:
+            return torch.ops.quantized.linear_dynamic_fp16(x.float(), self.packed).to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 

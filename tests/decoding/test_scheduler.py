@@ -145,7 +145,7 @@ def test_temperatures_follow_what_is_served(name, caplog) -> None:
     traces = planted_traces([3.0] * 3, 3000, seed=4)
     requests = [Request([1, 2], SamplingSettings(), 90) for _ in range(2)]
     for logits, accepted in zip(traces.logits.tolist(), traces.accepted.tolist(), strict=True):
-        one = Round(3, accepted, min(accepted + 1, 3), accepted + 1, logits, 0.0, 0.0, 0.0)
+        one = Round(3, accepted, min(accepted + 1, 3), accepted + 1, logits)
         scheduler.observe(requests, [one, one])
     assert "calibration has drifted for served requests" in caplog.text
     policy = scheduler.policy

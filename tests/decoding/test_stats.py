@@ -1,12 +1,19 @@
 """Counts and rates."""
 
+from typing import Any
+
 import pytest
 
-from dspark_train.decoding.stats import DecodingStats, Round
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.proposers import BlockProposer
+from dspark_train.decoding.request import Request
+from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.decoding.stats import DecodingStats, Round, Seconds
+from tests.random_drafter import make_drafter
 
 
 def round_of(proposed: int, accepted: int, judged: int, committed: int) -> Round:
-    return Round(proposed, accepted, judged, committed, None, 1.0, 2.0, 0.5)
+    return Round(proposed, accepted, judged, committed, None, Seconds(1.0, 0.25, 2.0, 0.5, 0.125))
 
 
 def example() -> DecodingStats:
@@ -27,8 +34,9 @@ def test_rates_follow_from_the_rounds():
     assert stats.tried == [4, 3, 1]
     assert stats.acceptance_per_slot == pytest.approx([3 / 4, 2 / 3, 1.0])
     assert stats.verified_per_committed == (12 + 5) / 10
-    assert stats.seconds == {"draft": 5.0, "verify": 10.0, "other": 2.5, "prefill": 0.0}
-    assert stats.tokens_per_second == 11 / 17.5
+    parts = {"draft": 5.0, "walk": 1.25, "verify": 10.0, "sampling": 2.5, "bookkeeping": 0.625}
+    assert stats.seconds == {**parts, "prefill": 0.0}
+    assert stats.tokens_per_second == 11 / 19.375
 
 
 def test_merged_counts_are_those_of_all_rounds():
@@ -46,3 +54,37 @@ def test_nothing_counted_gives_zero_rates():
     report = DecodingStats().to_dict()
     assert report["tau"] == report["tokens_per_second"] == report["verified_per_committed"] == 0
     assert report["acceptance_per_slot"] == []
+
+
+@pytest.mark.parametrize("head", ["vanilla", None])
+def test_every_second_of_a_round_is_in_its_part(
+    random_target, monkeypatch: pytest.MonkeyPatch, head: str | None
+):
+    """On a clock that only the parts themselves move, each by a length of its own."""
+    now = [0.0]
+    for module in ("engine", "proposers.block"):
+        monkeypatch.setattr(f"dspark_train.decoding.{module}.perf_counter", lambda: now[0])
+
+    def takes(seconds: float, owner: Any, name: str) -> None:
+        inside = getattr(owner, name)
+
+        def slow(*args: Any, **more: Any) -> Any:
+            now[0] += seconds
+            return inside(*args, **more)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    target = random_target()
+    proposer = BlockProposer(make_drafter(target, head=head), target.head)
+    engine = Engine(target, proposer, rows=2)
+    requests = [Request([1, 2, 3], SamplingSettings(), 20) for _ in range(2)]
+    engine.add(requests)
+    takes(1.0, proposer, "_block")
+    takes(2.0, proposer, "observe")
+    takes(4.0, proposer, "_walk")
+    takes(8.0, target, "forward")
+    takes(16.0, engine, "decide")
+    takes(32.0, engine.scheduler, "schedule")
+    takes(32.0, requests[1], "commit")
+    expected = Seconds(draft=1.5, walk=2.0, verify=4.0, sampling=8.0, bookkeeping=32.0)
+    assert [one.seconds for one in engine.step()] == [expected, expected]

@@ -72,7 +72,7 @@ def test_bad_input(tiny_run_finished: Run) -> None:
 
 
 @pytest.mark.skipif(
-    not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products of oneDNN"
+    not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products for bfloat16"
 )
 def test_packed_weights_are_counted(random_target) -> None:
     """A drafter that decodes on a CPU keeps most of its weights out of its parameters."""

@@ -14,24 +14,32 @@ from dspark_train.target.cpu import (
     PackedLinear,
     can_pack,
     fast_dtype,
+    fits_float16,
     grouped_attention,
     pack_linears,
     weight_bytes,
 )
 
 CPU = torch.device("cpu")
-# what this CPU can pack: float32 everywhere, bfloat16 where oneDNN has products of it
+# what this CPU can pack
 PACKABLE = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, CPU)]
 
 
 @pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize("rows", [(1,), (5,), (2, 3), (64,)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_packed_linear(rows: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rounded", [True, False])
+def test_packed_linear(
+    rows: tuple[int, ...], bias: bool, dtype: torch.dtype, rounded: bool
+) -> None:
+    """Weights that were bfloat16 once, which may take the shorter layout, and others."""
     torch.manual_seed(0)
     dense = nn.Linear(96, 40, bias=bias, dtype=dtype)
     x = torch.randn(*rows, 96).to(dtype)
     with torch.no_grad():
+        if rounded:
+            dense.weight.copy_(dense.weight.bfloat16())
+            dense.weight[0, :2] = torch.tensor([2.0**-17, 65280.0])
         packed = PackedLinear(dense)
         expected = F.linear(
             x.double(), dense.weight.double(), dense.bias.double() if bias else None
@@ -41,6 +49,12 @@ def test_packed_linear(rows: tuple[int, ...], bias: bool, dtype: torch.dtype) ->
     rtol = 2**-8 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(packed(x).double(), expected, rtol=rtol, atol=1e-5)
     assert torch.equal(packed.weight, dense.weight)
+
+
+def test_what_float16_holds() -> None:
+    assert fits_float16(torch.tensor([2.0**-17 * 1.9921875, -65280.0, 1e-9]).bfloat16())
+    assert not fits_float16(torch.tensor([7e4]).bfloat16())
+    assert not fits_float16(torch.tensor([0.1]))
 
 
 @pytest.mark.parametrize("dtype", PACKABLE)

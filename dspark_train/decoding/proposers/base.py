@@ -38,9 +38,11 @@ class Proposer(Protocol):
 
     Attributes:
         taps: target layers whose outputs `observe` wants, () for none.
+        walked: seconds spent in walks of a sequential head so far.
     """
 
     taps: tuple[int, ...]
+    walked: float
 
     def open(self, rows: int) -> None:
         """Have room for requests in `rows` rows; what was held before is forgotten."""
@@ -91,6 +93,7 @@ class Stateless:
     """What proposers without caches share."""
 
     taps: tuple[int, ...] = ()
+    walked = 0.0
 
     def open(self, rows: int) -> None:
         """Nothing to make room for."""

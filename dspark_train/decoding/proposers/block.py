@@ -1,6 +1,7 @@
 """The block drafter as a proposer: one parallel pass, then a walk of the sequential head."""
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 
@@ -50,7 +51,7 @@ class BlockProposer:
         self.markov = drafter.markov_head if use_heads else None
         # a confidence that was trained on drafts of the sequential head says nothing without it
         self.confidence = drafter.confidence_head if use_heads else None
-        self.sampler = sampler
+        self.sampler, self.walked = sampler, 0.0
         self.open(1)
 
     def open(self, rows: int) -> None:
@@ -82,7 +83,9 @@ class BlockProposer:
         hidden = self._block(requests)[:, : max(limits)]
         logits = self._unary(hidden)
         drawing = Drawing(requests, self.sampler, self.draft_ids, self.vocabulary)
+        began = perf_counter()
         confidence = self._walk(drawing, logits, hidden)
+        self.walked += perf_counter() - began
         return drawing.proposals(limits, confidence)
 
     def _block(self, requests: Sequence[Request]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The block drafter as a proposer of trees: one parallel pass, then many walks of the head."""
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 
@@ -50,7 +51,9 @@ class TreeProposer(BlockProposer):
             self.vocabulary,
             hidden.device,
         )
+        began = perf_counter()
         self._walk_branches(growing, logits, hidden)
+        self.walked += perf_counter() - began
         return growing.trees()
 
     def _walk_branches(self, growing: Growing, logits: torch.Tensor, hidden: torch.Tensor) -> None:

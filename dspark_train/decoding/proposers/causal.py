@@ -31,6 +31,7 @@ class CausalProposer:
     """
 
     taps: tuple[int, ...] = ()
+    walked = 0.0
 
     def __init__(
         self,

@@ -1,0 +1,34 @@
+"""What can be known of a bench's settings before it runs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dspark_train.config_decoding import BenchConfig
+
+# those of stages/bench_decoders.py; the guesses of some are counted, as in lookup:4
+DECODERS = ("plain", "lookup", "causal", "dflash", "dspark", "transformers")
+DECODERS += ("transformers_lookup", "transformers_assistant", "transformers_dflash")
+COUNTED = ("lookup", "causal", "transformers_lookup", "transformers_assistant")
+
+
+def bench_checks(b: BenchConfig) -> Iterator[tuple[bool, str, Any, str]]:
+    """Whether each is right, the key, its value, what is expected."""
+    for key in ("prompts", "max_new_tokens", "rounds"):
+        value = getattr(b, key)
+        yield value > 0, f"bench.{key}", value, "a positive number"
+    temperatures = bool(b.temperatures) and min(b.temperatures) >= 0
+    yield temperatures, "bench.temperatures", b.temperatures, "at least one, none below 0"
+    sizes = bool(b.batches) and min(b.batches) > 0
+    yield sizes, "bench.batches", b.batches, "at least one, all positive"
+    yield b.threads is None or b.threads > 0, "bench.threads", b.threads, "positive, or null"
+    split = [name.partition(":") for name in b.decoders]
+    known = all(
+        kind in DECODERS and (not colon or (kind in COUNTED and count.isdigit() and int(count)))
+        for kind, colon, count in split
+    )
+    expected = f"plain and some of {DECODERS}, each once; {COUNTED} may count guesses (lookup:4)"
+    right = known and "plain" in b.decoders and len(set(b.decoders)) == len(b.decoders)
+    yield right, "bench.decoders", b.decoders, expected
+    needed = {"causal", "transformers_assistant"} & {kind for kind, _, _ in split}
+    expected = f"the name of a smaller model with the target's vocabulary, for {sorted(needed)}"
+    yield bool(b.assistant) or not needed, "bench.assistant", b.assistant, expected
