@@ -44,7 +44,7 @@ def timed(owner: Any, name: str, lane: str, spans: list[Span]) -> Iterator[None]
 
 
 def record_round(decoder: SpeculativeDecoder, prompt: list[int], max_new_tokens: int) -> list[Span]:
-    """The spans of the round of middle length.
+    """The spans of the round of middle length among those that draft a whole proposal.
 
     Seconds from its beginning; the last span, "round", is the whole. On a CPU, where a call ends
     when its work is done.
@@ -62,9 +62,13 @@ def record_round(decoder: SpeculativeDecoder, prompt: list[int], max_new_tokens:
         for owner, name, lane in watched:
             stack.enter_context(timed(owner, name, lane, spans))
         decoder.generate(prompt, max_new_tokens, eos_ids=())
-    rounds = sorted((span for span in spans if span[0] == "round"), key=lambda s: s[2] - s[1])
-    _, begin, end = rounds[len(rounds) // 2]
-    return [(lane, b - begin, e - begin) for lane, b, e in spans if begin <= b and e <= end]
+    rounds: list[list[Span]] = []
+    for _, begin, end in [span for span in spans if span[0] == "round"]:
+        inside = [span for span in spans if begin <= span[1] and span[2] <= end]
+        rounds.append([(lane, b - begin, e - begin) for lane, b, e in inside])
+    # the last ones may draft less
+    whole = [one for one in rounds if len(one) == max(map(len, rounds))]
+    return sorted(whole, key=lambda one: one[-1][2])[len(whole) // 2]
 
 
 def draw_round(path: Path, spans: list[Span]) -> None:
