@@ -72,5 +72,7 @@ class TreeProposer(BlockProposer):
                 said = self.confidence.logits(here, embedding).float()
                 confidence = (said / self.temperatures[slot]).sigmoid()
             parents = growing.grow(biased, confidence)
+            if not growing.alive:
+                break
             if state is not None:
                 state = state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))

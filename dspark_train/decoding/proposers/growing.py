@@ -105,6 +105,11 @@ class Growing:
         self._paths = torch.cat((paths, self.tokens[..., None]), dim=-1)
         return chosen
 
+    @property
+    def alive(self) -> bool:
+        """Whether any of the nodes that get children next is in a tree."""
+        return bool((self._reach > 0).any())
+
     def trees(self) -> list[Tree]:
         """The best nodes of all levels."""
         tokens, parents, reach = map(partial(torch.cat, dim=1), zip(*self._candidates, strict=True))
