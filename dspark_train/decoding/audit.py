@@ -40,7 +40,7 @@ def read(
     target: Target, tokens: list[int], taps: tuple[int, ...] = ()
 ) -> tuple[KVCache, torch.Tensor | None]:
     """A cache after one pass over `tokens`, and the features of that pass."""
-    cache = KVCache(target.num_layers)
+    cache = KVCache.of(target)
     ids = torch.tensor([tokens], device=target.device)
     masks = cache.masks(len(tokens), target)
     return cache, target.forward(ids, attention_mask=masks, cache=cache, taps=taps).features

@@ -1,5 +1,8 @@
 """Keys and values of positions that were processed, preallocated, with a length per row.
 
+Layers that keep a recurrent state instead have it put back after a rejected draft: see
+`cache_state.py`.
+
 What a cache holds is what its own forward passes consumed. A committed token that no pass has
 read yet (the anchor) is in no cache.
 """
@@ -12,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from dspark_train.blocks import ContextSpan
 from dspark_train.decoding.cache_layer import KeysValues, RowLayer
+from dspark_train.decoding.cache_state import StateLayer, make_layer
 from dspark_train.target import Target
 
 
@@ -19,7 +23,7 @@ class KVCache(Cache):
     """The target's cache under transformers' interface: rows of different lengths, no copies.
 
     A pass of q tokens over the active rows writes behind each row's own length, and the rows grow
-    by q. `truncate` takes positions back without touching memory. Capacity grows by blocks.
+    by q. `truncate` takes positions back. Capacity grows by blocks.
 
     Args:
         num_layers: layers that a pass updates, in order.
@@ -34,7 +38,18 @@ class KVCache(Cache):
         self.end = 0
         self.scatter: tuple[torch.Tensor, torch.Tensor] | None = None
         self._staircase: torch.Tensor | None = None
+        self.first, self.last = 0, num_layers - 1  # layers in which a pass begins and ends
         super().__init__(layers=[RowLayer(self, index) for index in range(num_layers)])
+
+    @classmethod
+    def of(cls, target: Target, num_rows: int = 1) -> "KVCache":
+        """A cache for what the layers of `target` keep, recurrent states included."""
+        cache = cls(target.num_layers, num_rows)
+        if target.recurrent:
+            cache.layers = [make_layer(cache, i, kept) for i, kept in enumerate(target.kept)]
+            keeping = [i for i, kept in enumerate(target.kept) if any(kept)]
+            cache.first, cache.last = keeping[0], keeping[-1]
+        return cache
 
     @property
     def active_lengths(self) -> list[int]:
@@ -42,11 +57,8 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and values."""
-        tensors = [
-            x for layer in self.layers if layer.is_initialized for x in (layer.keys, layer.values)
-        ]
-        return sum(x.nbytes for x in tensors)
+        """Bytes allocated for keys, values and states."""
+        return sum(layer.nbytes for layer in self.layers)
 
     def activate(self, start: int, stop: int) -> None:
         """Rows `start:stop` take part in the passes that follow."""
@@ -79,17 +91,21 @@ class KVCache(Cache):
             self.lengths[row] += q
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Roll the active rows back to `lengths`, in constant time.
+        """Roll the active rows back to `lengths`: in constant time where all layers keep positions.
 
         Raises:
-            ValueError: a length that a row does not hold.
+            ValueError: a length that a row does not hold, or that its recurrent states cannot
+                return to.
         """
         for row, length in zip(range(*self.active), lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ValueError(
                     f"cannot cut row {row} to {length}: it holds {self.lengths[row]} positions"
                 )
-            self.lengths[row] = length
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.rewind(self.active_lengths, lengths)
+        self.lengths[slice(*self.active)] = lengths
 
     def rearrange(self, width: int, places: Sequence[Sequence[int]]) -> None:
         """Of the last `width` positions of the active rows, put some first, in the given order.
@@ -117,8 +133,10 @@ class KVCache(Cache):
         """Copy a row over another one."""
         length = self.lengths[source]
         for layer in self.layers:
-            for stored in (layer.keys, layer.values):
-                stored[destination, :, :length] = stored[source, :, :length]
+            for stored, moved in zip(
+                layer.held(destination, length), layer.held(source, length), strict=True
+            ):
+                stored.copy_(moved)
         self.lengths[destination] = length
 
     def difference(self, row: int, other: "KVCache") -> float:
@@ -134,12 +152,19 @@ class KVCache(Cache):
             )
         worst = 0.0
         for ours, theirs in zip(self.layers, other.layers, strict=True):
-            for kind in ("keys", "values"):
-                held = getattr(ours, kind)[row, :, :length].float()
-                fresh = getattr(theirs, kind)[0, :, :length].float()
+            for held, fresh in zip(
+                ours.held(row, length), theirs.held(0, length), strict=True
+            ):
+                held, fresh = held.float(), fresh.float()
                 scale = fresh.abs().max().clamp(min=1e-12)
                 worst = max(worst, float((held - fresh).abs().max() / scale))
         return worst
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.active_lengths)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
 
     def masks(self, q: int, target: Target) -> torch.Tensor | dict[str, Any] | None:
         """What `Target.forward` takes as attention mask for the next pass of q tokens.

@@ -1,4 +1,4 @@
-"""Storage of one layer of a cache."""
+"""Storage of one layer of a cache: keys and values of positions."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class RowLayer(CacheLayerMixin):
     ) -> KeysValues:
         """Write `[n, H, q, d]` behind what the active rows hold; return views of the whole."""
         cache, q = self._cache, key_states.shape[2]
-        if self._index == 0:
+        if self._index == cache.first:
             cache.plan(key_states.shape[0], q, key_states.device)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -47,9 +47,17 @@ class RowLayer(CacheLayerMixin):
             rows, columns = cache.scatter
             keys[rows, :, columns] = key_states.transpose(1, 2)
             values[rows, :, columns] = value_states.transpose(1, 2)
-        if self._index == len(cache.layers) - 1:
+        if self._index == cache.last:
             cache.advance(q)
         return keys[:, :, :end], values[:, :, :end]
+
+    def held(self, row: int, length: int) -> list[torch.Tensor]:
+        """What a row holds at its first `length` positions."""
+        return [self.keys[row, :, :length], self.values[row, :, :length]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
 
     def _grow(self) -> None:
         held, capacity = self.keys.shape[2], self._cache.capacity

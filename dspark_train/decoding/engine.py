@@ -69,7 +69,7 @@ class Engine:
             refuse_without_trees(target)
             self.decide = decide_trees
         self.reading: Request | None = None
-        self.cache = KVCache(target.num_layers, num_rows=rows + reads_ahead)
+        self.cache = KVCache.of(target, rows + reads_ahead)
         proposer.open(rows + reads_ahead)
         # transformers looks for the device among the parameters at every call
         self.device, self.dtype = target.device, target.dtype

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from dspark_train.target.fingerprint import config_sha, weights_sha
 from dspark_train.target.head import TargetHead
 from dspark_train.target.layers import validate_taps
 from dspark_train.target.loading import load_model, load_tokenizer, resolve
+from dspark_train.target.mixers import announced, find_mixers, kept_by_layers
 from dspark_train.target.packing import PackedCache, Packing, agrees
-from dspark_train.target.support import probe, refuse_stateful, refuse_unsupported, sliding_window
+from dspark_train.target.support import probe, refuse_unsupported, sliding_window
 from dspark_train.target.taps import decoder_layers, tapped
 
 
@@ -54,6 +56,8 @@ class Target:
         sliding_window: positions that tokens of sliding layers see, their own included; or None.
         masks_by_layer_type: `forward` takes a mask for each type of layer.
         packs_rows: `forward` leaves padding out of everything but attention; see `pack_rows`.
+        kept: what each layer leaves behind for later tokens.
+        recurrent: some layers keep a state, which only the last pass can be taken back from.
     """
 
     def __init__(
@@ -66,10 +70,9 @@ class Target:
         """Freeze `model` and check that it is one we can draft for.
 
         Raises:
-            ValueError: if it is not causal, has other layers than attention, or an unknown head.
+            ValueError: if it is not causal, has layers that cannot be cached, or an unknown head.
         """
         refuse_unsupported(name, model.config)
-        refuse_stateful(name, model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -87,6 +90,9 @@ class Target:
         self.hidden_size: int = config.hidden_size
         self.vocab_size = self.head.vocab_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        self.kept = kept_by_layers(name, model.config)
+        self._mixers = find_mixers(name, model, self._decoder, self.kept)
+        self.recurrent = bool(self._mixers)
         self.eos_ids = eos_ids(model, tokenizer)
         self.layers = decoder_layers(name, self._decoder, self.num_layers)
         # The keyword was renamed between transformers releases.
@@ -170,7 +176,9 @@ class Target:
         config = self.model.config.get_text_config()
         if config._attn_implementation == "sdpa":
             config._attn_implementation = GROUPED
-            self.packs_rows = agrees(self._decoder, self._cache_keyword, self.device)
+            # to a recurrent layer rows behind one another would be one text
+            agreed = agrees(self._decoder, self._cache_keyword, self.device)
+            self.packs_rows = not self.recurrent and agreed
 
     @property
     def dtype(self) -> torch.dtype:
@@ -218,13 +226,14 @@ class Target:
             ValueError: if `taps` are not layers of this target.
         """
         layers = validate_taps(taps, self.num_layers) if taps else ()
+        told = nullcontext() if cache is None else announced(self._mixers, cache)
         packing, more = None, {}
         uneven = counts is not None and min(counts) < max(counts)
         if self.packs_rows and uneven and cache is not None and attention_mask is not None:
             packing = Packing(counts, input_ids.device)
             input_ids, position_ids = packing.pack(input_ids), packing.pack(position_ids)
             cache, more = PackedCache(cache, packing), {"packing": packing}
-        with tapped(self.layers, layers) as captured:
+        with tapped(self.layers, layers) as captured, told:
             outputs = self._decoder(
                 input_ids=input_ids,
                 position_ids=position_ids,

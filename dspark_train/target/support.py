@@ -1,4 +1,4 @@
-"""What a target must be: causal, attention in every layer, a head that we can reproduce."""
+"""What a target must be: causal, of layers that we can cache, with a head that we can reproduce."""
 
 import inspect
 import sys
@@ -8,10 +8,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_train.target.head import TargetHead
+from dspark_train.target.mixers import kept_by_layers
 
 
 def refuse_unsupported(name: str, config: PretrainedConfig) -> None:
-    """Refuse what the configuration already tells is not a causal model of attention layers.
+    """Refuse what the configuration already tells is not causal or cannot be cached.
 
     Raises:
         ValueError: naming the target and the part that is not supported.
@@ -23,13 +24,7 @@ def refuse_unsupported(name: str, config: PretrainedConfig) -> None:
             f"target {name}: {shared} layers read the keys and values of other layers, which is "
             "not supported; choose a target whose layers have their own"
         )
-    layer_types = getattr(config.get_text_config(), "layer_types", None)
-    others = sorted({*(layer_types or ())} - {"full_attention", "sliding_attention"})
-    if others:
-        raise ValueError(
-            f"target {name}: layers of type {others} are not supported; choose a target whose "
-            "layers attend to the whole context or to a sliding window"
-        )
+    kept_by_layers(name, config)
 
 
 def sliding_window(
@@ -56,19 +51,6 @@ def sliding_window(
             f"({sorted({*layer_types})}) but takes one mask for all; choose another target"
         )
     return window, by_type
-
-
-def refuse_stateful(name: str, model: PreTrainedModel) -> None:
-    """Refuse recurrent families, whose state cannot be rolled back after a rejected draft.
-
-    Raises:
-        ValueError: naming the target and its class.
-    """
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"target {name}: {type(model).__name__} keeps a recurrent state, which cannot be "
-            "rolled back after a rejected draft; choose a target with attention layers only"
-        )
 
 
 @torch.no_grad()

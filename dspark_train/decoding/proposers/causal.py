@@ -27,7 +27,8 @@ class CausalProposer:
         sampler: temperature and filters of the drafts; None: those of each request.
 
     Raises:
-        ValueError: fewer than one token, or a model with fewer ids than the vocabulary.
+        ValueError: fewer than one token, a model with fewer ids than the vocabulary, or one with a
+            recurrent state.
     """
 
     taps: tuple[int, ...] = ()
@@ -46,6 +47,11 @@ class CausalProposer:
             raise ValueError(
                 f"{model.name} has {model.vocab_size} token ids and the target {vocabulary}: the "
                 "drafting model needs the target's vocabulary"
+            )
+        if model.recurrent:
+            raise ValueError(
+                f"{model.name} keeps a recurrent state, which cannot be taken back over the several "
+                "passes of a block: draft with a model of attention layers"
             )
         self.model, self.vocabulary = model, vocabulary
         self.num_tokens, self.sampler = num_tokens, sampler
