@@ -152,9 +152,7 @@ class KVCache(Cache):
             )
         worst = 0.0
         for ours, theirs in zip(self.layers, other.layers, strict=True):
-            for held, fresh in zip(
-                ours.held(row, length), theirs.held(0, length), strict=True
-            ):
+            for held, fresh in zip(ours.held(row, length), theirs.held(0, length), strict=True):
                 held, fresh = held.float(), fresh.float()
                 scale = fresh.abs().max().clamp(min=1e-12)
                 worst = max(worst, float((held - fresh).abs().max() / scale))

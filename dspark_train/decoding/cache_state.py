@@ -120,7 +120,9 @@ class StateLayer(MixerState):
     ) -> torch.Tensor:
         """Inputs `[n, C, q]` of a convolution behind the last ones; `[n, C, kernel + q]`."""
         kernel = conv_kernel_size or conv_states.shape[-1]
-        state = self._writable("conv_states", state_idx, conv_states, (conv_states.shape[1], kernel))
+        state = self._writable(
+            "conv_states", state_idx, conv_states, (conv_states.shape[1], kernel)
+        )
         joined = torch.cat((state, conv_states), dim=-1)
         state.copy_(joined[..., -kernel:])
         return joined

@@ -20,7 +20,12 @@ from dspark_train.target.layers import validate_taps
 from dspark_train.target.loading import load_model, load_tokenizer, resolve
 from dspark_train.target.mixers import announced, find_mixers, kept_by_layers
 from dspark_train.target.packing import PackedCache, Packing, agrees
-from dspark_train.target.support import probe, refuse_unsupported, sliding_window
+from dspark_train.target.support import (
+    probe,
+    probe_states,
+    refuse_unsupported,
+    sliding_window,
+)
 from dspark_train.target.taps import decoder_layers, tapped
 
 
@@ -98,6 +103,8 @@ class Target:
         # The keyword was renamed between transformers releases.
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+        if self.recurrent:
+            probe_states(name, model, self._decoder, self._cache_keyword)
 
     @classmethod
     def load(

@@ -5,7 +5,7 @@ import sys
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from dspark_train.target.head import TargetHead
 from dspark_train.target.mixers import kept_by_layers
@@ -79,4 +79,33 @@ def probe(name: str, model: PreTrainedModel, decoder: nn.Module, head: TargetHea
         raise ValueError(
             f"target {name}: the logits of {type(model).__name__} differ from its LM head on its "
             f"last hidden state by {wrong:.3g}; its way of scaling them is not supported"
+        )
+
+
+@torch.no_grad()
+def probe_states(name: str, model: PreTrainedModel, decoder: nn.Module, keyword: str) -> None:
+    """Let the model read six tokens at once, and in pieces of two, three and one.
+
+    Some families go on from a recurrent state with single tokens only, and read several as if
+    nothing had come before; some bound time steps in passes over several tokens only.
+
+    Args:
+        keyword: name of the decoder's argument for a cache.
+
+    Raises:
+        ValueError: naming the target.
+    """
+    ids = torch.tensor([[0, 1, 1, 0, 1, 0]], device=model.device)
+    whole = decoder(input_ids=ids, use_cache=False)[0]
+    cache, pieces = DynamicCache(config=model.config), []
+    for start, end in ((0, 2), (2, 5), (5, 6)):
+        positions = torch.arange(start, end, device=model.device)[None]
+        given = {"input_ids": ids[:, start:end], "position_ids": positions, keyword: cache}
+        pieces.append(decoder(**given, use_cache=True)[0])
+    wrong = (torch.cat(pieces, dim=1) - whole).abs().max() / whole.abs().max()
+    if wrong > (1e-4 if model.dtype == torch.float32 else 1e-1):
+        raise ValueError(
+            f"target {name}: {type(model).__name__} reads tokens one at a time and several at once "
+            f"to different ends (by {wrong:.2g}), so drafts cannot be verified in one pass; choose "
+            "another target"
         )

@@ -12,8 +12,6 @@ from transformers import (
     BertLMHeadModel,
     DynamicCache,
     LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen3Config,
@@ -174,10 +172,10 @@ def test_windows_are_read_from_the_configuration() -> None:
     assert Target.wrap(Qwen3ForCausalLM(unused)).sliding_window is None
 
 
-def test_layers_that_are_not_attention_are_refused_by_name() -> None:
+def test_layers_that_cannot_be_cached_are_refused_by_name() -> None:
     config = Qwen3Config(**SMALL)
-    config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ValueError, match=r"layers of type \['linear_attention'\]"):
+    config.layer_types = ["indexed_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"DynamicIndexedLayer .*'indexed_attention'"):
         refuse_unsupported("mine", config)
     config = Qwen3Config(**SMALL)
     config.num_kv_shared_layers = 1
@@ -185,12 +183,7 @@ def test_layers_that_are_not_attention_are_refused_by_name() -> None:
         refuse_unsupported("mine", config)
 
 
-def test_recurrent_and_bidirectional_are_refused() -> None:
-    mamba = Mamba2Config(
-        vocab_size=16, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, n_groups=1
-    )
-    with pytest.raises(ValueError, match=r"linear_attention|recurrent"):
-        Target.wrap(Mamba2ForCausalLM(mamba))
+def test_bidirectional_is_refused() -> None:
     torch.manual_seed(0)
     bert = BertConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"})
     with pytest.raises(ValueError, match="BertLMHeadModel is not causal"):

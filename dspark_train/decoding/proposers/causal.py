@@ -50,8 +50,8 @@ class CausalProposer:
             )
         if model.recurrent:
             raise ValueError(
-                f"{model.name} keeps a recurrent state, which cannot be taken back over the several "
-                "passes of a block: draft with a model of attention layers"
+                f"{model.name} keeps a recurrent state, which cannot be taken back over "
+                "the several passes of a block: draft with a model of attention layers"
             )
         self.model, self.vocabulary = model, vocabulary
         self.num_tokens, self.sampler = num_tokens, sampler
