@@ -79,6 +79,7 @@ class GenerateConfig:
     proposer: str = "drafter"
     tree_nodes: int = 0
     tree_branches: int = 4
+    verdict: str = "rejection"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class ServeConfig:
 
     `policy`: fixed, fixed:3, threshold:0.6, prefix, capacity, columns or auto. `cost_table` is read
     if it is there, else measured in about `cost_seconds` and kept there; null measures every time.
-    `slots`: drafts of a proposer that has no block. `target`, `model`: other names for the target.
+    `slots`: drafts of a proposer that has no block. `verdict`: rejection, or matching, with which a
+    seed gives the same answer at every load. `target`, `model`: other names for the target.
     """
 
     host: str = "127.0.0.1"
@@ -97,6 +99,7 @@ class ServeConfig:
     target: str | None = None
     proposer: str = "drafter"
     policy: str = "auto"
+    verdict: str = "rejection"
     rows: int = 16
     slots: int = 8
     chunk: int = 256

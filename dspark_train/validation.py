@@ -6,6 +6,7 @@ from typing import Any, get_args
 from dspark_train import ranks
 from dspark_train.config import BenchConfig, Config, GenerateConfig, RolloutConfig
 from dspark_train.decoding.loading import ProposerName
+from dspark_train.decoding.sampling import VerdictName
 from dspark_train.formats import FORMATS
 from dspark_train.validation_bench import bench_checks
 from dspark_train.validation_drafter import drafter_checks
@@ -23,6 +24,7 @@ TURNS = ("last", "every", "given")
 SCHEDULES = ("joint", "staged")
 PREFIXES = ("teacher", "sampled")
 PROPOSERS = get_args(ProposerName)
+VERDICTS = get_args(VerdictName)
 
 # whether it is right, the key, its value, what is expected
 Check = tuple[bool, str, Any, str]
@@ -238,6 +240,8 @@ def _decoding(config: Config) -> Iterator[Check]:
     expected = "0, since only drafters draft trees, or generate.proposer=drafter"
     grows = g.proposer.startswith("drafter") or not g.tree_nodes
     yield grows, "generate.tree_nodes", g.tree_nodes, expected
+    yield g.verdict in VERDICTS, "generate.verdict", g.verdict, f"one of {VERDICTS}"
+    yield v.verdict in VERDICTS, "serve.verdict", v.verdict, f"one of {VERDICTS}"
     y = config.certify
     yield from _sampler("certify", y)
     yield from _positive(

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-Purpose = Literal["propose", "accept", "resample"]
+Purpose = Literal["propose", "accept", "resample", "target"]
 
-_PURPOSES: dict[str, int] = {"propose": 1, "accept": 2, "resample": 3}
+_PURPOSES: dict[str, int] = {"propose": 1, "accept": 2, "resample": 3, "target": 4}
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _STEP = 0x9E37_79B9_7F4A_7C15
 
@@ -24,7 +24,7 @@ def keyed_uniforms(seeds: Any, positions: Any, purpose: Purpose, branch: int = 0
 
     Args:
         seeds, positions: Python ints below 2^64, or uint64 arrays `[n]`.
-        purpose: proposing, accepting and resampling never share a number.
+        purpose: proposing, accepting, resampling and the target's own tokens never share a number.
         branch: of a tree; a chain is branch 0 everywhere.
 
     Returns:

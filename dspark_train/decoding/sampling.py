@@ -6,12 +6,14 @@ both sides.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
 
 _CHUNK = 256
+
+VerdictName = Literal["rejection", "matching"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class SamplingSettings:
         min_tokens: no EOS before so many new tokens.
         suppress_at_begin: ids that cannot be the first new token.
         processors: more logits processors as those of transformers, run after the ones above.
+        verdict: both are exact. "rejection" accepts most drafts. "matching" draws the target's own
+            token at every position, and a draft stands if it is that token: so a seed gives the
+            same tokens with every proposer and every number of drafts.
 
     Raises:
         ValueError: a value outside its range.
@@ -52,6 +57,7 @@ class SamplingSettings:
     bad_words: Sequence[Sequence[int]] = field(default=(), hash=False)
     suppress_at_begin: Sequence[int] = field(default=(), hash=False)
     processors: Sequence[Any] = field(default=(), hash=False)
+    verdict: VerdictName = "rejection"
 
     def __post_init__(self) -> None:
         problems = []
@@ -79,6 +85,8 @@ class SamplingSettings:
             problems.append(f"bad_words={self.bad_words}, expected sequences of at least one id")
         if self.min_tokens < 0:
             problems.append(f"min_tokens={self.min_tokens}, expected 0 or more")
+        if self.verdict not in get_args(VerdictName):
+            problems.append(f"verdict={self.verdict!r}, expected one of {get_args(VerdictName)}")
         if problems:
             raise ValueError("sampling settings: " + "; ".join(problems))
 

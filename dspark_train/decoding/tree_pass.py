@@ -106,8 +106,14 @@ def refuse_without_trees(target: Target) -> None:
     """Let the target read a small tree, and compare it with its branches read one by one.
 
     Raises:
-        ValueError: its attention does not follow the mask and the positions that it is given.
+        ValueError: its attention does not follow the mask and the positions that it is given, or
+            some layers have no attention.
     """
+    if target.recurrent:
+        raise ValueError(
+            f"target {target.name}: {type(target.model).__name__} keeps a recurrent state, which "
+            "follows one branch of a tree only; decode without trees (tree_nodes=0)"
+        )
     context, tree = [0, 1], Tree([0, 1, 1, 0], parents=[0, 0, 2, 3], room=5)
     cache = KVCache(target.num_layers)
     ids = torch.tensor([context], device=target.device)

@@ -101,7 +101,8 @@ def decide_trees(
 
 
 def _decide(request: Request, logits: torch.Tensor, tree: Tree) -> TreeDecision:
-    find = _greedy if request.settings.greedy else _sampled
+    find = _sampled if request.settings.verdict == "rejection" else _matching
+    find = _greedy if request.settings.greedy else find
     path, token, probs = find(request, logits, tree)
     tokens, logprobs = [*(tree.tokens[node - 1] for node in path), token], None
     if request.logprobs is not None:
@@ -116,15 +117,35 @@ Found = tuple[list[int], int, torch.Tensor | None]
 def _greedy(request: Request, logits: torch.Tensor, tree: Tree) -> Found:
     """Follow the most likely tokens as far as there are nodes for them."""
     choices = None if request.processors else most_likely(logits).tolist()
+
+    def choose(path: list[int]) -> int:
+        if choices is None:
+            return int(most_likely(_processed(request, logits, tree, path)))
+        return choices[path[-1] if path else 0]
+
+    return *_follow(tree, choose), None
+
+
+def _matching(request: Request, logits: torch.Tensor, tree: Tree) -> Found:
+    """Follow the target's own draws, see `verdicts.matching`; also the rows they come from."""
+    first, uniform = len(request.tokens), request.randomness.uniform
+    rows = []
+
+    def choose(path: list[int]) -> int:
+        rows.append(warp(_processed(request, logits, tree, path), request.settings))
+        return int(draw_rows(rows[-1], [uniform(first + len(path), "target")]))
+
+    return *_follow(tree, choose), torch.cat(rows)
+
+
+def _follow(tree: Tree, choose: Callable[[list[int]], int]) -> tuple[list[int], int]:
+    """The path of the tokens that the target chooses, and the first for which there is no node."""
     path, node, children = [], 0, tree.children
     while True:
-        if choices is None:
-            token = int(most_likely(_processed(request, logits, tree, path)))
-        else:
-            token = choices[node]
+        token = choose(path)
         same = [child for child in children[node] if tree.tokens[child - 1] == token]
         if not same:
-            return path, token, None
+            return path, token
         node = same[0]
         path.append(node)
 

@@ -120,19 +120,44 @@ def _sampled(
     probs: Sequence[torch.Tensor],
     proposals: Sequence[Proposal],
 ) -> list[Verdict]:
-    accepted, next_probs, uniforms, overlaps = [], [], [], []
-    for request, proposal, raw, rows in zip(requests, proposals, logits, probs, strict=True):
+    found: list[Verdict | None] = [None] * len(requests)
+    resampled, next_probs, uniforms = [], [], []
+    for i, (request, proposal, raw, rows) in enumerate(
+        zip(requests, proposals, logits, probs, strict=True)
+    ):
+        if request.settings.verdict == "matching":
+            found[i] = matching(request, raw, rows, proposal)
+            continue
         first, uniform = len(request.tokens), request.randomness.uniform
         numbers = [uniform(first + i, "accept") for i in range(len(proposal.tokens))]
         verdict = verify(rows, proposal.tokens, proposal.probs, numbers)
         refuse_dead_end(request, raw[verdict.accepted])
-        accepted.append(verdict.accepted)
+        traced = overlap(rows, proposal.tokens, proposal.probs) if request.traced else None
+        resampled.append((i, verdict.accepted, traced))
         next_probs.append(verdict.next_probs)
         uniforms.append(uniform(first + verdict.accepted, "resample"))
-        traced = overlap(rows, proposal.tokens, proposal.probs) if request.traced else None
-        overlaps.append(traced)
-    tokens = draw_rows(torch.stack(next_probs), uniforms).tolist()
-    return list(zip(accepted, tokens, overlaps, strict=True))
+    if resampled:
+        tokens = draw_rows(torch.stack(next_probs), uniforms).tolist()
+        for (i, accepted, traced), token in zip(resampled, tokens, strict=True):
+            found[i] = accepted, token, traced
+    return found
+
+
+def matching(
+    request: Request, raw: torch.Tensor, rows: torch.Tensor, proposal: Proposal
+) -> Verdict:
+    """Draw the target's own token at every position; the drafts that are these tokens stand.
+
+    Each is drawn with the number of its position, whatever was drafted: so what is committed is a
+    function of the target and the seed alone.
+    """
+    if request.processors:  # a row behind a draft that nobody would emit may be empty
+        rows = torch.where(raw.isfinite().any(-1, keepdim=True), rows, torch.ones_like(rows))
+    first, uniform = len(request.tokens), request.randomness.uniform
+    drawn = draw_rows(rows, [uniform(first + i, "target") for i in range(len(rows))]).tolist()
+    accepted, token = verify_greedy(drawn, proposal.tokens)
+    refuse_dead_end(request, raw[accepted])
+    return accepted, token, overlap(rows, proposal.tokens, None) if request.traced else None
 
 
 def round_of(proposal: Proposal, decision: Decision, kept: int, seconds: Seconds) -> Round:

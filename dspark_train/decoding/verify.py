@@ -88,7 +88,8 @@ def verify_greedy(choices: Sequence[int], tokens: Sequence[int]) -> tuple[int, i
     """`verify` for one-hot rows: accepted drafts, and the token after them.
 
     Args:
-        choices: L+1 argmax ids of the target, one per row of `target_probs`.
+        choices: L+1 ids that the target chooses itself (its most likely, or drawn without regard
+            to the drafts), one per row of `target_probs`.
         tokens: L drafted ids.
     """
     accepted = 0

@@ -5,7 +5,7 @@ import hmac
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dspark_train.decoding.admission import admit
+from dspark_train.decoding.sampling import VerdictName
 from dspark_train.serving.answers import Answer, error
 from dspark_train.serving.batching import Batcher
 from dspark_train.serving.body import BodyLimit
@@ -48,6 +49,7 @@ def make_app(
     *,
     model: str,
     limits: Limits = Limits(),
+    verdict: VerdictName = "rejection",
     api_key: str | None = None,
     shutdown_seconds: float = 30.0,
 ) -> FastAPI:
@@ -57,6 +59,7 @@ def make_app(
         batcher: not started.
         model: name under which the target is served.
         limits: what a client may ask.
+        verdict: how drafts of all requests are judged.
         api_key: that clients must give; None: no key is needed.
         shutdown_seconds: for what is running when the server ends.
     """
@@ -91,7 +94,7 @@ def make_app(
         requests = []
         for prompt in asked.prompts:
             for _ in range(asked.n):
-                settings = asked.settings(len(requests))
+                settings = replace(asked.settings(len(requests)), verdict=verdict)
                 request = admit(
                     target,
                     vocabulary or target.vocab_size,

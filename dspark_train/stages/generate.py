@@ -38,6 +38,7 @@ def run(config: Config) -> None:
         top_p=g.top_p,
         seed=g.seed,
         stop=g.stop,
+        verdict=g.verdict,
     )
     for piece in stream:
         print(piece, end="", flush=True)

@@ -41,6 +41,7 @@ def run(config: Config) -> None:
         batcher,
         model=name,
         limits=limits,
+        verdict=s.verdict,
         api_key=s.api_key,
         shutdown_seconds=s.shutdown_seconds,
     )

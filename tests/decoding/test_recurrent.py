@@ -8,12 +8,19 @@ import torch
 from dspark_train.decoding.audit import audit
 from dspark_train.decoding.cache_state import StateLayer
 from dspark_train.decoding.engine import Engine
-from dspark_train.decoding.proposers import CausalProposer, PlainProposer, Proposal
+from dspark_train.decoding.proposers import (
+    CausalProposer,
+    PlainProposer,
+    Proposal,
+    TreeProposer,
+    TreeShape,
+)
 from dspark_train.decoding.proposers.base import Stateless
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.target import Target
 from tests import families
+from tests.random_drafter import make_drafter
 
 K, V = 3, 23
 REFUSED = ("jamba", "minimax")
@@ -137,6 +144,9 @@ def test_what_a_state_cannot_do_is_refused(hybrid):
     engine.cache.truncate([0])  # nothing is a state too
     with pytest.raises(ValueError, match="keeps a recurrent state"):
         CausalProposer(target)
+    trees = TreeProposer(TreeShape(4, 2), make_drafter(target, K), target.head)
+    with pytest.raises(ValueError, match=r"recurrent state.*decode without trees"):
+        Engine(target, trees)
 
 
 @pytest.mark.parametrize(

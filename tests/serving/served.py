@@ -49,6 +49,7 @@ def serving(
     rows: int = 4,
     api_key: str | None = None,
     limits: Limits | None = None,
+    verdict: str = "rejection",
     shutdown_seconds: float = 10,
     **settings: int,
 ) -> Iterator[Served]:
@@ -60,6 +61,7 @@ def serving(
         batcher,
         model=MODEL,
         limits=limits or Limits(),
+        verdict=verdict,
         api_key=api_key,
         shutdown_seconds=shutdown_seconds,
     )

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.decoding.proposers import PlainProposer
 from dspark_train.serving.app import Limits
 from tests import tiny_language
 from tests.random_drafter import make_drafter
@@ -90,6 +91,15 @@ def test_seeds_repeat_and_choices_differ(served, decoder) -> None:
     ]
     assert answers[0] == solo
     assert len(set(solo)) > 1
+
+
+def test_a_seed_gives_what_plain_decoding_gives_where_drafts_must_match(tiny_target) -> None:
+    plain = SpeculativeDecoder(tiny_target, PlainProposer())
+    settings = {"temperature": 1.0, "seed": 7}
+    expected = plain.generate(CONVERSATIONS[1], 24, verdict="matching", **settings).text
+    with serving(tiny_target, verdict="matching") as served:
+        (choice,) = ask(served, CONVERSATIONS[1], **settings).choices
+    assert choice.message.content == expected
 
 
 def test_completions_of_text_and_tokens(served, decoder, tiny_target) -> None:

@@ -9,13 +9,20 @@ from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings, draw_rows, most_likely, warp_rows
 
 
+def drafted_with(settings: SamplingSettings) -> SamplingSettings:
+    """How drafts of a request are drawn: as its tokens, or as its verdict takes most of them."""
+    # A draft x must match an independent draw, which happens with target_probs[x]. The most likely
+    # token makes that largest if the drafter is right; drawing x would only reach its mean over x.
+    return SamplingSettings() if settings.verdict == "matching" else settings
+
+
 class Drawing:
     """The drafts of one round for n requests.
 
     Args:
         requests: n of them.
-        sampler: temperature and filters of the drafts; None: those of each request. Any are exact,
-            since a proposal says what it was drawn from.
+        sampler: temperature and filters of the drafts; None: those of each request, or its
+            verdict's. Any are exact, since a proposal says what it was drawn from.
         draft_ids: `[Vd]` ascending target ids of the columns of the logits; None: they are those
             of the target's usable vocabulary.
         vocabulary: V, the size of that; needed with `draft_ids` only.
@@ -29,7 +36,7 @@ class Drawing:
         vocabulary: int = 0,
     ) -> None:
         self.requests, self.draft_ids, self.vocabulary = requests, draft_ids, vocabulary
-        self.settings = [sampler or request.settings for request in requests]
+        self.settings = [sampler or drafted_with(request.settings) for request in requests]
         self.greedy = all(one.greedy for one in self.settings)
         self.processed = any(request.processors for request in requests)
         self._chosen: list[torch.Tensor] = []

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from dspark_train.decoding.proposers.drawing import over_target
+from dspark_train.decoding.proposers.drawing import drafted_with, over_target
 from dspark_train.decoding.proposers.tree import Tree, TreeShape
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings, draw_rows, warp_rows
@@ -50,7 +50,7 @@ class Growing:
     ) -> None:
         self.requests, self.shape = requests, shape
         self.draft_ids, self.vocabulary = draft_ids, vocabulary
-        settings = [sampler or request.settings for request in requests]
+        settings = [sampler or drafted_with(request.settings) for request in requests]
         self.certain = torch.tensor([one.greedy for one in settings], device=device)
         self.all_certain = all(one.greedy for one in settings)
         # candidates of a greedy drafter are ranked by its own probabilities
