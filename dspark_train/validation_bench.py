@@ -6,9 +6,9 @@ from typing import Any
 from dspark_train.config_decoding import BenchConfig
 
 # those of stages/bench_decoders.py; the guesses of some are counted, as in lookup:4
-DECODERS = ("plain", "lookup", "causal", "dflash", "dspark", "transformers")
+DECODERS = ("plain", "lookup", "causal", "dflash", "dspark", "tree", "transformers")
 DECODERS += ("transformers_lookup", "transformers_assistant", "transformers_dflash")
-COUNTED = ("lookup", "causal", "transformers_lookup", "transformers_assistant")
+COUNTED = ("lookup", "causal", "tree", "transformers_lookup", "transformers_assistant")
 
 
 def bench_checks(b: BenchConfig) -> Iterator[tuple[bool, str, Any, str]]:

@@ -23,6 +23,7 @@ from dspark_train.stages.bench_plot import write_plot
 from dspark_train.stages.bench_prompts import bench_prompts
 from dspark_train.stages.bench_rows import Row, Unit, summarise
 from dspark_train.stages.bench_tables import show
+from dspark_train.stages.bench_trees import tree_gains
 from dspark_train.stages.cards import write_cards
 from dspark_train.stages.export import push_card
 from dspark_train.stages.report import environment, write_report
@@ -98,6 +99,8 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
         },
         "rows": entries,
     }
+    if gains := tree_gains(entries):
+        report["trees"] = gains
     writer.write("report.json", lambda path: write_report(path, report))
     writer.write("report.png", lambda path: write_plot(path, report))
     if drafted and not config.checkpoint:

@@ -1,11 +1,12 @@
 """What the bench decodes with, by name: ours with each proposer, and transformers' modes.
 
-    plain, lookup[:N], causal[:N], dflash, dspark             ours
+    plain, lookup[:N], causal[:N], dflash, dspark, tree[:N]   ours
     transformers, transformers_lookup[:N],
     transformers_assistant[:N], transformers_dflash           `generate` of transformers
 
-N is how many tokens are guessed ahead. transformers decodes on its weights as it loads them; with
-`bench.transformers_packed` every mode comes a second time on weights packed as ours are.
+N is how many tokens are guessed ahead, of a tree how many nodes it has. transformers decodes on its
+weights as it loads them; with `bench.transformers_packed` every mode comes a second time on weights
+packed as ours are.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from dspark_train.config import Config
-from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.decoding import SpeculativeDecoder, TreeShape
 from dspark_train.decoding.loading import load_proposer
 from dspark_train.decoding.proposers import CausalProposer, LookupProposer, Proposer
 from dspark_train.decoding.sampling import usable_vocabulary
@@ -94,6 +95,8 @@ def make_proposer(
         if config.bench.dflash is not None:
             return load_proposer("drafter", config.bench.dflash, target)
         return load_proposer("drafter-no-heads", checkpoint, target)
+    if kind == "tree":
+        return load_proposer("drafter", checkpoint, target, TreeShape(count or 16))
     if kind == "dspark":
         proposer = load_proposer("drafter", checkpoint, target)
         # without heads it would be the row dflash again

@@ -5,6 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from dspark_train.decoding.stats import Seconds
+from dspark_train.stages.bench_trees import tree_table
 from dspark_train.stages.report import print_table
 
 Entry = dict[str, Any]
@@ -22,6 +23,8 @@ def show(report: dict[str, Any]) -> None:
     )
     if any(row["speed_model"] for row in rows):
         print_table(models(rows))
+    if "trees" in report:
+        print_table(tree_table(report["trees"]))
     for kind in first["by"]:
         if len(first["by"][kind]) > 1:
             print_table(groups(rows, kind))

@@ -16,7 +16,7 @@ from tests import tiny_language
 from tests.random_drafter import make_drafter
 from tests.tiny_pipeline import Run, refused
 
-DECODERS = ["plain", "lookup:2", "causal:2", "dflash", "dspark", "transformers"]
+DECODERS = ["plain", "lookup:2", "causal:2", "dflash", "dspark", "tree:6", "transformers"]
 ASSISTED = ["transformers_lookup:3", "transformers_assistant:2", "transformers_dflash"]
 
 
@@ -66,6 +66,11 @@ def test_everything_side_by_side(
     assert named["dspark"]["drafter_cache_bytes_per_token"] > 0
     assert "by domain" in ended.out
     assert (tmp_path / "run" / "bench" / "round.png").read_bytes()[:4] == b"\x89PNG"
+    assert {(gain["chain"], gain["batch"]) for gain in report["trees"]} == {
+        ("dspark", 1),
+        ("dspark", 2),
+    }
+    assert "extra verified node" in ended.out
 
 
 def test_a_recorded_round_has_all_its_parts_and_leaves_nothing_behind(random_target) -> None:

@@ -53,8 +53,9 @@ class TreeProposer(BlockProposer):
         )
         began = perf_counter()
         self._walk_branches(growing, logits, hidden)
+        trees = growing.trees()
         self.walked += perf_counter() - began
-        return growing.trees()
+        return trees
 
     def _walk_branches(self, growing: Growing, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         """Level by level; the bias of each node's children sees the tokens of its own path."""
