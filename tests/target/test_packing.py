@@ -34,8 +34,9 @@ def test_a_packed_pass_is_the_padded_one(family) -> None:
         target, seen = Target.wrap(make(family, 5)), []
         if packs:
             target.pack_rows()
-            assert target.packs_rows == (family not in ("gemma2", "gpt_oss"))
-        cache, found = KVCache(target.num_layers, 3), []
+            padded = target.recurrent or family in ("gemma2", "gpt_oss")
+            assert target.packs_rows == (not padded)
+        cache, found = KVCache.of(target, 3), []
         target._decoder.register_forward_pre_hook(
             lambda *given: seen.append(given[2]["input_ids"].numel()), with_kwargs=True
         )
@@ -47,7 +48,8 @@ def test_a_packed_pass_is_the_padded_one(family) -> None:
             for row, count in enumerate(counts):
                 found += [output.last_hidden[row, :count], output.features[row, :count]]
         for layer in cache.layers:
-            found += [layer.keys[row, :, :length] for row, length in enumerate(cache.lengths)]
+            for row, length in enumerate(cache.lengths):
+                found += layer.held(row, length)
         return found, seen, target.packs_rows
 
     (padded, computed, _), (packed, fewer, packs) = outputs(False), outputs(True)
