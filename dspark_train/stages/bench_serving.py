@@ -102,8 +102,10 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
 def by_ease(answers: list[dict[str, Any]], pace: np.ndarray) -> dict[str, float]:
     """What the easier and the harder half of the prompts get, by what a round commits of them."""
     kept, found = ("per_user", "token_p50", "token_p95"), {}
-    for name, chosen in (("easy", pace >= np.nanmedian(pace)), ("hard", pace < np.nanmedian(pace))):
-        part = summary([one for one in answers if chosen[one["prompt"]]])
+    known = np.argsort(pace, kind="stable")[: np.isfinite(pace).sum()]  # NaN comes last
+    hard, easy = np.split(known, [len(known) // 2])
+    for name, chosen in (("easy", set(easy)), ("hard", set(hard))):
+        part = summary([one for one in answers if one["prompt"] in chosen])
         found |= {f"{name}_{key}": part[key] for key in kept}
     return found
 

@@ -3,6 +3,7 @@
 import pytest
 
 from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.target.cpu import fast_dtype
 from tests.random_drafter import make_drafter
 
 PROMPT = [1, 4, 2]
@@ -43,7 +44,7 @@ def test_every_proposer_by_name(checkpoint, target, proposer):
 def test_the_drafter_takes_the_dtype_of_its_target(checkpoint):
     decoder = SpeculativeDecoder.from_pretrained(checkpoint)
     assert decoder.target.dtype == decoder.proposer.drafter.dtype
-    assert str(decoder.target.dtype) == "torch.bfloat16"
+    assert decoder.target.dtype == fast_dtype(decoder.target.device)
 
 
 def test_a_drafter_of_another_target_is_refused_with_both_sides(checkpoint, random_target):

