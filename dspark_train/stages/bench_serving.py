@@ -19,7 +19,7 @@ from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.scheduler import make_scheduler
-from dspark_train.serving.app import make_app
+from dspark_train.serving.app import Limits, make_app
 from dspark_train.serving.batching import Batcher
 from dspark_train.serving.latency import paces, summary
 from dspark_train.serving.metrics import Metrics
@@ -32,6 +32,7 @@ from dspark_train.stages.targets import target_settings
 from dspark_train.target.cpu import weight_bytes
 
 MODEL = "target"
+BODY_BYTES = 1 << 30  # prompts are our own
 
 
 def inputs(config: Config) -> tuple[str, ...]:
@@ -196,7 +197,14 @@ def serving(config: Config, engine: Engine, metrics: Metrics) -> Iterator[str]:
     )
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(batcher, model=MODEL), log_level="warning"))
+    limits = Limits(
+        config.bench_serving.max_new_tokens,
+        engine.target.max_positions,
+        max_body_bytes=BODY_BYTES,
+        timeout=s.timeout,
+    )
+    app = make_app(batcher, model=MODEL, limits=limits, verdict=s.verdict)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=lambda: server.run(sockets=[taken]), daemon=True)
     thread.start()
     while not server.started:

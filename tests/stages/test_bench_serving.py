@@ -8,6 +8,7 @@ import torch
 
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer
+from dspark_train.stages import bench_serving
 from dspark_train.stages.bench_serving import memory
 from dspark_train.target.cpu import can_pack, pack_linears
 from tests.random_drafter import make_drafter
@@ -69,7 +70,25 @@ def test_an_open_loop_that_ends_in_time(tiny_run_finished: Run, tmp_path: Path) 
 def test_bad_input(tiny_run_finished: Run) -> None:
     wrong = tiny_run_finished(*FEW, "bench_serving.rate=-1")
     refused(wrong, "bench_serving.rate=-1", lines=3)
-    refused(tiny_run_finished(*FEW, "bench_serving.policies=[best]"), "policy best")
+
+
+def test_it_is_served_as_configured(
+    tiny_run_finished: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the verdict of the server, and for answers of any length."""
+    real, heard = bench_serving.make_app, {}
+
+    def make_app(batcher, **given):
+        heard.update(given)
+        return real(batcher, **given)
+
+    monkeypatch.setattr(bench_serving, "make_app", make_app)
+    few = ("bench_serving.policies=[fixed:1]", "bench_serving.concurrency=[1]")
+    more = ("serve.verdict=matching", "serve.max_new_tokens=4")
+    ended = tiny_run_finished(*FEW, *few, "bench_serving.requests=1", *more)
+    assert ended.status == 0, ended
+    assert heard["verdict"] == "matching"
+    assert heard["limits"].max_new_tokens == 12
 
 
 @pytest.mark.skipif(
