@@ -70,6 +70,7 @@ def block_proposer(
     It drafts chains, or trees of the shape `tree`.
     """
     check_target(drafter.config, target)
+    check_tree(tree)
     vocabulary = usable_vocabulary(target.tokenizer, target.vocab_size)
     if tree is not None:
         return TreeProposer(tree, drafter, target.head, vocabulary, use_heads)
@@ -92,6 +93,17 @@ def check_proposer(
         )
     if tree is not None and not proposer.startswith("drafter"):
         raise ValueError(f"proposer={proposer!r} drafts no trees: use 'drafter', or tree=None")
+    check_tree(tree)
+
+
+def check_tree(tree: TreeShape | None) -> None:
+    """Refuse what is not the shape of a tree.
+
+    Raises:
+        ValueError: as said.
+    """
+    if tree is not None and not isinstance(tree, TreeShape):
+        raise ValueError(f"tree={tree!r}, expected a TreeShape(nodes=…, branches=…), or None")
 
 
 def _near(value: float | None, other: float | None) -> bool:

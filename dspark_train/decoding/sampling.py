@@ -6,6 +6,7 @@ both sides.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,8 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
 _CHUNK = 256
 
 VerdictName = Literal["rejection", "matching"]
+NUMBERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+NUMBERS += ("presence_penalty", "frequency_penalty", "min_tokens")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class SamplingSettings:
             same tokens with every proposer and every number of drafts.
 
     Raises:
-        ValueError: a value outside its range.
+        ValueError: a value of another type, or outside its range.
     """
 
     temperature: float = 0.0
@@ -60,7 +63,15 @@ class SamplingSettings:
     verdict: VerdictName = "rejection"
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = [
+            f"{name}={getattr(self, name)!r}, expected a number"
+            for name in NUMBERS
+            if not isinstance(getattr(self, name), Real)
+        ]
+        if self.seed is not None and not isinstance(self.seed, Integral):
+            problems.append(f"seed={self.seed!r}, expected a whole number, or None for a new one")
+        if problems:
+            raise ValueError("sampling settings: " + "; ".join(problems))
         if not 0 <= self.temperature < float("inf"):
             problems.append(f"temperature={self.temperature}, expected 0 (greedy) or more")
         if self.top_k < 0 or int(self.top_k) != self.top_k:

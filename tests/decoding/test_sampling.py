@@ -130,6 +130,15 @@ def test_draw_inverts_the_cumulative_distribution():
         assert torch.equal(draw_rows(probs, torch.full((4,), u, dtype=torch.float64)), exact)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"seed": "x"}, {"seed": 1.5}, {"temperature": "hot"}, {"top_p": None}, {"top_k": "5"}]
+)
+def test_settings_of_another_type_are_refused_by_name(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}, expected a"):
+        SamplingSettings(**wrong)
+
+
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
 def test_draw_refuses_rows_without_a_distribution(bad):
     with pytest.raises(ValueError, match="cannot draw"):

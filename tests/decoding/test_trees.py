@@ -218,9 +218,13 @@ def test_the_end_of_the_output_and_of_the_context(random_target, count):
 
 
 def test_what_trees_cannot_do_is_refused(target):
-    for shape in ((0, 2), (4, 0)):
-        with pytest.raises(ValueError, match="expected at least 1"):
+    for shape in ((0, 2), (4, 0), (2.5, 2), (4, "2"), (10**6, 2), (4, 10**6)):
+        with pytest.raises(ValueError, match="expected whole numbers from 1"):
             TreeShape(*shape)
+    with pytest.raises(ValueError, match="tree=16, expected a TreeShape"):
+        SpeculativeDecoder.with_drafter(target, make_drafter(target), tree=16)
+    with pytest.raises(ValueError, match="tree=16, expected a TreeShape"):
+        SpeculativeDecoder.from_pretrained("a drafter", target, tree=16)
     with pytest.raises(ValueError, match="use a fixed policy"):
         Tree([1, 2], parents=[0, 0]).cut(1)
     real = target.forward
@@ -279,3 +283,9 @@ def test_lookup_and_plain_draft_no_trees(random_target):
     alone = [decoder.generate(prompt, 8).tokens for prompt in PROMPTS[:3]]
     assert [result.tokens for result in found] == alone
     assert isinstance(decoder.proposer, TreeProposer)
+
+
+def test_nodes_that_no_tree_can_have_get_no_room(random_target):
+    target = random_target()
+    decoder = SpeculativeDecoder.with_drafter(target, make_drafter(target), tree=TreeShape(900, 2))
+    assert decoder.proposer.shape == TreeShape(2 + 3 * 2 * 2, 2)

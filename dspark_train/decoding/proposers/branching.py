@@ -1,6 +1,7 @@
 """The block drafter as a proposer of trees: one parallel pass, then many walks of the head."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -21,7 +22,7 @@ class TreeProposer(BlockProposer):
     all branches; with a sequential head each branch has its own bias.
 
     Args:
-        shape: how large trees are.
+        shape: how large trees are; nodes that no tree of this drafter can have get no room.
         drafter, head, vocabulary, use_heads, sampler: as those of `BlockProposer`.
     """
 
@@ -35,8 +36,8 @@ class TreeProposer(BlockProposer):
         sampler: SamplingSettings | None = None,
     ) -> None:
         super().__init__(drafter, head, vocabulary, use_heads, sampler)
-        self.shape = shape
-        slots = drafter.slots.num_proposals
+        slots, b = drafter.slots.num_proposals, shape.branches
+        self.shape = replace(shape, nodes=min(shape.nodes, b + (slots - 1) * b * b))
         self.temperatures = drafter.config.confidence_temperatures or [1.0] * slots
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Tree]:

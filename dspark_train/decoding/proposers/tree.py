@@ -7,6 +7,9 @@ import torch
 
 from dspark_train.decoding.proposers.base import Proposal
 
+# the mask of a pass grows with the square of its nodes
+MOST_NODES = 1024
+
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -17,17 +20,18 @@ class TreeShape:
         branches: children of a node at most, and nodes of one depth that get any.
 
     Raises:
-        ValueError: a tree without drafts.
+        ValueError: a tree without drafts, or one that no pass should hold.
     """
 
     nodes: int = 16
     branches: int = 4
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.branches < 1:
+        sizes = (self.nodes, self.branches)
+        if not all(isinstance(size, int) and 1 <= size <= MOST_NODES for size in sizes):
             raise ValueError(
-                f"a tree of nodes={self.nodes} with branches={self.branches}: expected at least 1 "
-                "of each"
+                f"a tree of nodes={self.nodes} with branches={self.branches}: expected whole "
+                f"numbers from 1 to {MOST_NODES}"
             )
 
 
