@@ -6,7 +6,9 @@ from typing import Any, get_args
 from dspark_train import ranks
 from dspark_train.config import BenchConfig, Config, GenerateConfig, RolloutConfig
 from dspark_train.decoding.loading import ProposerName
+from dspark_train.decoding.proposers.tree import MOST_NODES
 from dspark_train.decoding.sampling import VerdictName
+from dspark_train.decoding.scheduler import POLICIES, is_policy
 from dspark_train.formats import FORMATS
 from dspark_train.validation_bench import bench_checks
 from dspark_train.validation_drafter import drafter_checks
@@ -201,7 +203,7 @@ def _decoding(config: Config) -> Iterator[Check]:
     yield from _positive("simulate", m, "requests", "tokens")
     loads = bool(m.concurrency) and min(m.concurrency) > 0
     yield loads, "simulate.concurrency", m.concurrency, "at least one, all positive"
-    yield bool(m.policies), "simulate.policies", m.policies, "at least one"
+    yield _policies(m.policies), "simulate.policies", m.policies, f"each once, of {POLICIES}"
     t = config.bench_training
     yield from _positive("bench_training", t, "rounds", "steps", "loss_memory_mb")
     known = not set(t.shapes) - set(STEP_SHAPES)
@@ -219,13 +221,14 @@ def _decoding(config: Config) -> Iterator[Check]:
     yield from _positive("bench_serving", w, *sizes)
     loads = bool(w.concurrency) and min(w.concurrency) > 0
     yield loads, "bench_serving.concurrency", w.concurrency, "at least one, all positive"
-    yield bool(w.policies), "bench_serving.policies", w.policies, "at least one"
+    yield _policies(w.policies), "bench_serving.policies", w.policies, f"each once, of {POLICIES}"
     expected = "requests per second, or null for a closed loop"
     yield w.rate is None or w.rate > 0, "bench_serving.rate", w.rate, expected
     expected = "seconds for all runs together, or null"
     yield w.seconds is None or w.seconds > 0, "bench_serving.seconds", w.seconds, expected
     yield w.temperature >= 0, "bench_serving.temperature", w.temperature, "at least 0"
     v = config.serve
+    yield is_policy(v.policy), "serve.policy", v.policy, f"one of {POLICIES}"
     sizes = ("rows", "slots", "chunk", "max_waiting", "max_positions", "max_new_tokens")
     more = ("max_prompt_tokens", "max_choices", "max_body_bytes", "timeout", "shutdown_seconds")
     yield from _positive("serve", v, *sizes, *more, "cost_seconds")
@@ -247,6 +250,8 @@ def _decoding(config: Config) -> Iterator[Check]:
     yield from _positive(
         "certify", y, "prompts", "max_new_tokens", "vocabulary", "length", "samples", "rows"
     )
+    expected = "at least 2 tokens, or every draft is right"
+    yield y.vocabulary != 1, "certify.vocabulary", y.vocabulary, expected
     yield y.proposer in PROPOSERS, "certify.proposer", y.proposer, f"one of {PROPOSERS}"
 
 
@@ -257,8 +262,14 @@ def _sampler(name: str, s: RolloutConfig | GenerateConfig) -> Iterator[Check]:
 
 
 def _tree(name: str, s: BenchConfig | GenerateConfig) -> Iterator[Check]:
-    yield s.tree_nodes >= 0, f"{name}.tree_nodes", s.tree_nodes, "at least 0 (0: no trees)"
-    yield s.tree_branches >= 1, f"{name}.tree_branches", s.tree_branches, "at least 1"
+    expected = f"from 0 (no trees) to {MOST_NODES}"
+    yield 0 <= s.tree_nodes <= MOST_NODES, f"{name}.tree_nodes", s.tree_nodes, expected
+    few = 1 <= s.tree_branches <= MOST_NODES
+    yield few, f"{name}.tree_branches", s.tree_branches, f"from 1 to {MOST_NODES}"
+
+
+def _policies(names: list[str]) -> bool:
+    return bool(names) and len(set(names)) == len(names) and all(map(is_policy, names))
 
 
 def _positive(name: str, group: Any, *keys: str) -> Iterator[Check]:

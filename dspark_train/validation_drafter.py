@@ -49,6 +49,13 @@ def drafter_checks(d: DrafterSettings) -> Iterator[tuple[bool, str, Any, str]]:
     yield not wrong, "drafter.(sliding_window, layer_types)", given, "; ".join(wrong)
     for key, known in (("window_from", WINDOW_FROM), ("causal_blocks", CAUSAL_BLOCKS)):
         yield getattr(d, key) in known, f"drafter.{key}", getattr(d, key), f"one of {known}"
+    slides = SLIDING in (types or [])
+    expected = "slot where no layer slides: give drafter.sliding_window"
+    yield slides or d.window_from != "anchor", "drafter.window_from", d.window_from, expected
+    expected = "none or all where no layer slides: give drafter.sliding_window"
+    yield slides or d.causal_blocks != "sliding", "drafter.causal_blocks", d.causal_blocks, expected
+    scale, expected = d.attention_scale, "a positive number, or null for that of the head"
+    yield scale is None or scale > 0, "drafter.attention_scale", scale, expected
     known, expected = d.hidden_act in ACT2FN, "an activation of transformers, such as silu"
     yield known, "drafter.hidden_act", d.hidden_act, expected
     share, expected = d.rotary_share, "a share in (0, 1], or null for all pairs"

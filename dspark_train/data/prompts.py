@@ -68,6 +68,7 @@ class PromptReader:
         categories: Sequence[str] | None = None,
         limit: int | None = None,
         turns: str = "last",
+        key: str = "prompts.source",
     ) -> None:
         """Nothing is read yet.
 
@@ -83,11 +84,13 @@ class PromptReader:
             turns: "last": the last user's turn is answered, after the source's own answers (of
                 `turns` the first one); "every": all are, one after the other, and the source's
                 answers are left out; "given": none is, the source's answers are learnt from.
+            key: the setting that named the source, for messages.
 
         Raises:
             ValueError: `columns`, `limit` or `turns` do not fit.
         """
         self.source, self.dataset_split, self.limit = source, dataset_split, limit
+        self.key = key
         self.categories = None if categories is None else frozenset(categories)
         self.columns, self.system_prompt, self.turns = dict(columns or {}), system_prompt, turns
         if unknown := sorted(set(self.columns) - set(COLUMNS)):
@@ -113,7 +116,7 @@ class PromptReader:
             ValueError: it is missing, empty or without a usable prompt.
         """
         counts, seen = self.counts, set()
-        for number, row in source_rows(self.source, self.dataset_split):
+        for number, row in source_rows(self.source, self.dataset_split, self.key):
             counts["read"] += 1
             try:
                 prompt = self._prompt(row)
@@ -145,7 +148,7 @@ class PromptReader:
             found = f"all {counts['read']} rows were dropped ({dropped}{said_lines(counts)})"
             wanted = [self.columns.get(form, form) for form in _forms(self.columns)]
             raise ValueError(
-                f"prompts.source={self.source} has no usable prompt, "
+                f"{self.key}={self.source} has no usable prompt, "
                 f"{found if counts['read'] else 'it is empty'}; expected rows with one of the "
                 f"columns {wanted}, or other names in prompts.columns, e.g. {{prompt: question}}"
             )

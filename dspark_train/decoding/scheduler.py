@@ -28,6 +28,8 @@ from dspark_train.decoding.proposers import Proposal
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.stats import Round
 
+POLICIES = "fixed, fixed:LENGTH, threshold:PROBABILITY, prefix, capacity, columns, auto"
+
 
 class Scheduler(Protocol):
     """A policy. Lists are in the order of the requests; one entry a request."""
@@ -116,6 +118,19 @@ class Scheduled:
             self.temperatures[:] = self.monitor.temperatures("served requests").numpy()
 
 
+def is_policy(name: str) -> bool:
+    """Whether a scheduler can be made by that name."""
+    kind, colon, number = name.partition(":")
+    if kind == "fixed" and colon:
+        return number.isascii() and number.isdecimal()
+    if kind == "threshold":
+        try:
+            return 0 <= float(number) <= 1
+        except ValueError:
+            return False
+    return not colon and kind in ("fixed", "prefix", "capacity", "columns", "auto")
+
+
 def make_scheduler(
     name: str,
     slots: int,
@@ -139,24 +154,18 @@ def make_scheduler(
     Raises:
         ValueError: an unknown name, a number out of range, or no cost table where it is needed.
     """
+    if not is_policy(name):
+        raise ValueError(f"policy {name}: expected one of {POLICIES}")
     kind, _, number = name.partition(":")
     if padded and name == "auto":
         kind = "columns"
     scale = np.array([1.0] * slots if temperatures is None else temperatures, dtype=np.float64)
     watched = scale if watch else None
-    try:
-        if kind == "fixed":
-            return Fixed(int(number) if number else None)
-        if kind == "threshold":
-            return Scheduled(Threshold(float(number), scale), slots, watched)
-    except ValueError as error:
-        raise ValueError(f"policy {name}: {error}") from error
+    if kind == "fixed":
+        return Fixed(int(number) if number else None)
+    if kind == "threshold":
+        return Scheduled(Threshold(float(number), scale), slots, watched)
     policies = {"prefix": Prefix, "capacity": Capacity, "columns": Columns, "auto": Auto}
-    if kind not in policies or number:
-        raise ValueError(
-            f"policy {name}: expected fixed, fixed:LENGTH, threshold:PROBABILITY, prefix, "
-            "capacity, columns or auto"
-        )
     if costs is None:
         raise ValueError(f"policy {name} needs a cost table: measure one, or give a file")
     return Scheduled(policies[kind](costs, scale), slots, watched)

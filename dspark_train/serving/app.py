@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
 from dspark_train.decoding.admission import admit
@@ -189,8 +190,8 @@ def make_app(
         )
         return JSONResponse(error(said), 400)
 
-    @app.exception_handler(HTTPException)
-    async def refused(_: Request, wrong: HTTPException) -> Response:
+    @app.exception_handler(StarletteHTTPException)  # those of unknown paths and methods, too
+    async def refused(_: Request, wrong: StarletteHTTPException) -> Response:
         kind = JSON_ERRORS.get(wrong.status_code, "invalid_request_error")
         return JSONResponse(error(wrong.detail, kind), wrong.status_code, headers=wrong.headers)
 

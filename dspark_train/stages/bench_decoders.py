@@ -105,13 +105,34 @@ def make_proposer(
 
 
 def assistant(config: Config, target: Target, *, pack: bool = True) -> Target:
-    """The smaller causal model that `bench.assistant` names."""
-    return Target.load(
+    """The smaller causal model that `bench.assistant` names.
+
+    Raises:
+        ValueError: its tokens have other ids than the target's.
+    """
+    loaded = Target.load(
         config.bench.assistant,
         dtype=str(target.dtype).removeprefix("torch."),
         device=str(target.device),
         pack=pack and target.packed,
     )
+    ours, theirs = ordinary_tokens(target), ordinary_tokens(loaded)
+    if None not in (ours, theirs) and ours != theirs:
+        raise ValueError(
+            f"bench.assistant={config.bench.assistant} has another vocabulary than target "
+            f"{target.name} ({len(theirs)} and {len(ours)} tokens): give a model with the same "
+            "tokenizer"
+        )
+    return loaded
+
+
+def ordinary_tokens(model: Target) -> dict[str, int] | None:
+    """Tokens and their ids, without special ones, which may differ in a family of models."""
+    if model.tokenizer is None:
+        return None
+    added = model.tokenizer.get_added_vocab()
+    vocabulary = model.tokenizer.get_vocab().items()
+    return {token: number for token, number in vocabulary if token not in added}
 
 
 def ours(name: str, target: Target, proposer: Proposer, max_new_tokens: int) -> Decoder:
@@ -161,12 +182,28 @@ def transformers_modes(
                 model.generation_config.num_assistant_tokens_schedule = "constant"
             mode = {"assistant_model": model}
         elif kind == "transformers_dflash":
-            drafter = DFlashAssistant.load(config.bench.dflash or checkpoint, target.dtype)
+            drafter = dflash_assistant(config, target, checkpoint)
             drafter.to(target.device)
             if target.packed:
                 pack_linears(drafter)
             mode = {"assistant_model": drafter, "speculation_type": "dflash"}
         yield transformers_generate(name + suffix, target, tokens, mode)
+
+
+def dflash_assistant(config: Config, target: Target, checkpoint: str) -> DFlashAssistant:
+    """The drafter of transformers_dflash.
+
+    Raises:
+        ValueError: it has heads, for which transformers has no place.
+    """
+    given = config.bench.dflash or checkpoint
+    try:
+        return DFlashAssistant.load(given, target.dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"bench.decoders: transformers_dflash cannot take {given}; name a checkpoint of plain "
+            f"DFlash in bench.dflash ({error})"
+        ) from error
 
 
 def transformers_generate(

@@ -33,7 +33,12 @@ def bench_prompts(
     rows = []
     for domain, source in b.sources.items():
         p = config.prompts
-        reader = PromptReader(source, columns=p.columns, system_prompt=p.system_prompt)
+        reader = PromptReader(
+            source,
+            columns=p.columns,
+            system_prompt=p.system_prompt,
+            key=f"bench.sources.{domain}",
+        )
         found = [prompt for prompt in reader if prompt.id not in seen]
         if not found:
             raise ValueError(

@@ -224,6 +224,11 @@ class Bench:
     def reduced(self, prompt: dict[str, Any]) -> tuple[Engine, Request]:
         """An engine and its request, which may say the few tokens that are likeliest now."""
         ids = torch.tensor([prompt["prompt"]], device=self.target.device)
+        if self.c.vocabulary > self.decoder.vocabulary:
+            raise ValueError(
+                f"certify.vocabulary={self.c.vocabulary}: target {self.target.name} has only "
+                f"{self.decoder.vocabulary} tokens; the law is followed over a few, such as 3"
+            )
         last = self.target.forward(ids).last_hidden[0, -1]
         logits = self.target.head.logits(last)[: self.decoder.vocabulary]
         allowed = logits.topk(self.c.vocabulary).indices.tolist()

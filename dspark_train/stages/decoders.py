@@ -19,8 +19,8 @@ def checkpoint_of(config: Config, proposer: str) -> str | None:
     checkpoint = config.checkpoint or str(Path(config.run_dir) / "export" / "checkpoint")
     if config.checkpoint is None and not Path(checkpoint).is_dir():
         raise ValueError(
-            f"{checkpoint} does not exist: run the stages up to export with name={config.name}, or "
-            "give checkpoint=FOLDER"
+            f"{checkpoint} does not exist: run the stages up to export with "
+            f"run_dir={config.run_dir}, or give checkpoint=FOLDER"
         )
     return checkpoint
 

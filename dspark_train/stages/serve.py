@@ -94,6 +94,8 @@ def measured(engine: Engine, slots: int, file: str | None, seconds: float) -> Co
     """The table in `file`; where there is none yet, it is measured, and kept there."""
     if file is not None and Path(file).is_file():
         return CostTable.load(file)
+    if file is not None and not Path(file).parent.is_dir():
+        raise ValueError(f"serve.cost_table={file}: there is no folder {Path(file).parent}")
     costs = engine_costs(engine, slots, budget=seconds)
     if file is not None:
         costs.save(file)

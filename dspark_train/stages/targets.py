@@ -77,8 +77,10 @@ def require_same_target(target: Target, expected: dict[str, Any] | None, made: s
         recorded = (expected or {}).get(key)
         if recorded is not None and found[key] != recorded:
             what = key.removesuffix("_sha")
+            half = " (float16 rounds the smallest weights away, so this may be the dtype alone)"
+            hint = half if target.dtype == torch.float16 and key == "weights_sha" else ""
             raise ValueError(
                 f"{made} was made with target {expected['name']!r} ({what} {recorded[:12]}), but "
-                f"target {found['name']!r} has {what} {found[key][:12]}: use that target, or make "
-                f"{made} again with this one"
+                f"target {found['name']!r} has {what} {found[key][:12]}{hint}: use that "
+                f"target, or make {made} again with this one"
             )

@@ -33,6 +33,16 @@ from tests.tiny_pipeline import (
         ("target.name=/not/here", ["'/not/here' does not exist"]),
         ("target.name=package:not-a-package", ["'not-a-package' is not installed"]),
         ("target.attn_implementation=magic", ["magic"]),
+        ("drafter.window_from=anchor", ["drafter.window_from=anchor", "no layer slides"]),
+        ("drafter.causal_blocks=sliding", ["drafter.causal_blocks=sliding", "no layer slides"]),
+        ("drafter.attention_scale=-1", ["drafter.attention_scale=-1", "a positive number"]),
+        ("serve.policy=best", ["serve.policy=best", "fixed:LENGTH"]),
+        ("bench_serving.policies=[auto,best]", ["bench_serving.policies=", "fixed:LENGTH"]),
+        ("bench_serving.policies=[auto,auto]", ["bench_serving.policies=", "each once"]),
+        ("simulate.policies=[prefix:3]", ["simulate.policies=", "fixed:LENGTH"]),
+        ("generate.tree_nodes=100000", ["generate.tree_nodes=100000", "to 1024"]),
+        ("generate.tree_branches=0", ["generate.tree_branches=0", "from 1 to"]),
+        ("certify.vocabulary=1", ["certify.vocabulary=1", "at least 2 tokens"]),
     ],
 )
 def test_wrong_settings(tiny_run: Run, tmp_path: Path, override: str, parts: list[str]) -> None:

@@ -12,7 +12,7 @@ from dspark_train.decoding.policies import Auto, Capacity, Prefix, Threshold
 from dspark_train.decoding.proposers import BlockProposer, LookupProposer, Proposal
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
-from dspark_train.decoding.scheduler import Fixed, Scheduled, make_scheduler
+from dspark_train.decoding.scheduler import Fixed, Scheduled, is_policy, make_scheduler
 from dspark_train.decoding.stats import Round
 from dspark_train.decoding.survival import fill
 from tests.calibration.planted import planted_traces
@@ -155,3 +155,13 @@ def test_temperatures_follow_what_is_served(name, caplog) -> None:
 
 def test_nobody_watches_unasked() -> None:
     assert make_scheduler("prefix", 3, FLAT).monitor is None
+
+
+def test_names_of_policies() -> None:
+    for name in ("fixed", "fixed:0", "fixed:12", "threshold:0.6", "threshold:1", "columns", "auto"):
+        assert is_policy(name), name
+    wrong = ["", "best", "fixed:", "fixed:-1", "fixed:²", "fixed:x", "threshold", "threshold:x"]
+    for name in (*wrong, "threshold:1.5", "threshold:nan", "prefix:3", "auto:"):
+        assert not is_policy(name), name
+        with pytest.raises(ValueError, match=f"policy {name}: expected one of fixed"):
+            make_scheduler(name, 3)

@@ -203,6 +203,12 @@ def test_bodies_that_are_no_requests(served, body) -> None:
     assert "message" in answer.json()["error"]
 
 
+def test_unknown_paths_and_methods_are_answered_in_the_same_words(served) -> None:
+    for answer in (served.http.get("/v1/nothing"), served.http.get("/v1/completions")):
+        assert answer.status_code in (404, 405)
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
 def test_long_bodies(served) -> None:
     long = b"x" * (1 << 21)
     assert served.http.post("/v1/completions", content=long).status_code == 413

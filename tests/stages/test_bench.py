@@ -99,6 +99,28 @@ def test_bad_settings(tiny_run_finished: Run) -> None:
     given("assistant=null", "decoders=[plain,causal]")
     given("batches=[0]")
     given("batches=[64]")
+    given("batches=[1,1]")
+    given("temperatures=[0,0.0]")
+    given("decoders=[plain,tree:100000]")
+    given("decoders=[plain,'lookup:²']")
+    given("sources={mine: /not/here.jsonl}")
+    given("decoders=[plain,transformers_dflash]")
+
+
+def test_an_assistant_with_other_tokens(
+    tiny_run_finished: Run, random_target, save_target, tmp_path: Path
+) -> None:
+    folder = save_target(random_target(vocab_size=90))
+    named = f"bench.assistant={folder}"
+    for name in ("causal", "transformers_assistant"):
+        ended = tiny_run_finished("stages=[bench]", f"bench.decoders=[plain,{name}]", named)
+        refused(ended, named, "another vocabulary", "same tokenizer")
+
+
+def test_a_source_without_prompts_is_named(tiny_run_finished: Run, tmp_path: Path) -> None:
+    (tmp_path / "wrong.jsonl").write_text('{"text": "hi"}\n')
+    ended = tiny_run_finished("stages=[bench]", f"bench.sources={{mine: {tmp_path}/wrong.jsonl}}")
+    refused(ended, "bench.sources.mine=", "no usable prompt")
 
 
 def stats_of(*rounds: Round, prefill: float) -> DecodingStats:

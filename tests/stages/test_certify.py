@@ -132,3 +132,6 @@ def test_greedy_and_other_proposers_are_certified(tiny_run_finished):
     ended = tiny_run_finished("stages=[certify]", "certify.proposer=magic", "certify.samples=0")
     assert "certify.proposer=magic" in ended.message
     assert "certify.samples=0" in ended.message
+    ended = tiny_run_finished("stages=[certify]", *QUICK, "certify.vocabulary=100000")
+    assert "certify.vocabulary=100000" in ended.message
+    assert "tokens" in ended.message

@@ -75,7 +75,8 @@ def test_serve_until_interrupted(
 
 def test_bad_input(tiny_run_finished: Run, tmp_path: Path) -> None:
     serve = "stages=[serve]"
-    refused(tiny_run_finished(serve, "serve.policy=best"), "policy best: expected fixed")
+    table = f"serve.cost_table={tmp_path}/none/costs.json"
+    refused(tiny_run_finished(serve, table), table, "no folder")
     refused(tiny_run_finished(serve, "serve.port=0"), "serve.port=0: expected a number", lines=3)
     refused(tiny_run_finished(serve, f"run_dir={tmp_path}/none"), "does not exist", "export")
     with socket.socket() as taken:

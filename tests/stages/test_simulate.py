@@ -32,7 +32,6 @@ def test_policies_side_by_side(tiny_run_finished: Run, tmp_path: Path) -> None:
 
 
 def test_bad_input(tiny_run_finished: Run, tmp_path: Path) -> None:
-    refused(tiny_run_finished(*FEW, "simulate.policies=[best]"), "policy best", "expected one of")
     (tmp_path / "costs.csv").write_text("what\n1\n")
     given = tiny_run_finished(*FEW, f"simulate.cost_table={tmp_path / 'costs.csv'}")
     refused(given, "costs.csv is no cost table")
