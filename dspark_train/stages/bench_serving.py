@@ -101,7 +101,10 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
 
 
 def by_ease(answers: list[dict[str, Any]], pace: np.ndarray) -> dict[str, float]:
-    """What the easier and the harder half of the prompts get, by what a round commits of them."""
+    """What the easier and the harder half of the prompts get, by what a round commits of them.
+
+    Of equal ones the first are the harder, so that no half is empty.
+    """
     kept, found = ("per_user", "token_p50", "token_p95"), {}
     known = np.argsort(pace, kind="stable")[: np.isfinite(pace).sum()]  # NaN comes last
     hard, easy = np.split(known, [len(known) // 2])

@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer
 from dspark_train.stages import bench_serving
-from dspark_train.stages.bench_serving import memory
+from dspark_train.stages.bench_serving import by_ease, memory
 from dspark_train.target.cpu import can_pack, pack_linears
 from tests.random_drafter import make_drafter
 from tests.tiny_pipeline import Run, refused
@@ -65,6 +66,26 @@ def test_an_open_loop_that_ends_in_time(tiny_run_finished: Run, tmp_path: Path) 
     report = json.loads((tmp_path / "run" / "bench_serving" / "report.json").read_text())
     assert len(report["rows"]) == 6
     assert all(row["tokens"] > 0 == row["errors"] for row in report["rows"])
+
+
+@pytest.mark.parametrize(
+    ("pace", "easy"), [([1.0, 1.0, np.nan, 1.0], 2.5), ([3.0, 2.0, np.nan, 1.0], 1.5)]
+)
+def test_no_half_of_the_prompts_is_empty(pace: list[float], easy: float) -> None:
+    """Prompts that are equally easy, and one without an answer."""
+    answers = [
+        {
+            "prompt": i,
+            "asked": 0.0,
+            "error": None,
+            "whole": True,
+            "tokens": [(1.0, 1), (2.0, 1 + n)],
+        }
+        for i, n in ((0, 1), (1, 2), (3, 3))
+    ]
+    found = by_ease(answers, np.array(pace))
+    assert found["hard_per_user"] == (1 if easy == 2.5 else 3)
+    assert found["easy_per_user"] == easy
 
 
 def test_bad_input(tiny_run_finished: Run) -> None:
