@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from dspark_train import ranks
-from dspark_train.config import BenchConfig, Config, GenerateConfig, RolloutConfig
+from dspark_train.config import Config, GenerateConfig, RolloutConfig
 from dspark_train.decoding.loading import ProposerName
 from dspark_train.decoding.proposers.tree import MOST_NODES
 from dspark_train.decoding.sampling import VerdictName
@@ -198,6 +198,7 @@ def _decoding(config: Config) -> Iterator[Check]:
     t = config.convert.dtype
     yield t in (None, *DTYPES), "convert.dtype", t, f"one of {DTYPES} or null"
     yield ok, "export.formats", e.formats, f"some of {list(FORMATS)}, each once"
+    yield from _positive("bench", b, "prompts", "max_new_tokens", "rounds")
     yield from bench_checks(b)
     m = config.simulate
     yield from _positive("simulate", m, "requests", "tokens")
@@ -261,7 +262,7 @@ def _sampler(name: str, s: RolloutConfig | GenerateConfig) -> Iterator[Check]:
     yield s.top_k >= 0, f"{name}.top_k", s.top_k, "at least 0 (0: off)"
 
 
-def _tree(name: str, s: BenchConfig | GenerateConfig) -> Iterator[Check]:
+def _tree(name: str, s: GenerateConfig) -> Iterator[Check]:
     expected = f"from 0 (no trees) to {MOST_NODES}"
     yield 0 <= s.tree_nodes <= MOST_NODES, f"{name}.tree_nodes", s.tree_nodes, expected
     few = 1 <= s.tree_branches <= MOST_NODES

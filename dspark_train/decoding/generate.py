@@ -174,12 +174,14 @@ class SpeculativeDecoder:
         """
         if rows < 1:
             raise ValueError(f"rows={rows}, expected at least 1")
+        seen: set[int] = set()
         for i, request in enumerate(requests):
             if not isinstance(request, Request):
                 raise ValueError(
                     f"requests[{i}] is {reprlib.repr(request)}, expected what `request` gives"
                 )
-            again = any(request is earlier for earlier in requests[:i])
+            again = id(request) in seen
+            seen.add(id(request))
             if again or request.new_tokens:
                 raise ValueError(
                     f"requests[{i}] {'is in the list already' if again else 'has run already'}: "

@@ -28,7 +28,8 @@ from dspark_train.decoding.proposers import Proposal
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.stats import Round
 
-POLICIES = "fixed, fixed:LENGTH, threshold:PROBABILITY, prefix, capacity, columns, auto"
+WITH_COSTS = {"prefix": Prefix, "capacity": Capacity, "columns": Columns, "auto": Auto}
+POLICIES = ", ".join(("fixed", "fixed:LENGTH", "threshold:PROBABILITY", *WITH_COSTS))
 
 
 class Scheduler(Protocol):
@@ -128,7 +129,7 @@ def is_policy(name: str) -> bool:
             return 0 <= float(number) <= 1
         except ValueError:
             return False
-    return not colon and kind in ("fixed", "prefix", "capacity", "columns", "auto")
+    return not colon and (kind == "fixed" or kind in WITH_COSTS)
 
 
 def make_scheduler(
@@ -148,7 +149,7 @@ def make_scheduler(
         costs: for prefix, capacity and auto.
         temperatures: `[K]` from calibration; None: 1.
         padded: passes are as wide as their longest request (the target does not `packs_rows`);
-            then auto is columns. Where rows are packed, auto is capacity by difficulty.
+            then auto is columns, else `Auto`.
         watch: warn when calibration drifts, and fit the temperatures anew on what is served.
 
     Raises:
@@ -165,10 +166,9 @@ def make_scheduler(
         return Fixed(int(number) if number else None)
     if kind == "threshold":
         return Scheduled(Threshold(float(number), scale), slots, watched)
-    policies = {"prefix": Prefix, "capacity": Capacity, "columns": Columns, "auto": Auto}
     if costs is None:
         raise ValueError(f"policy {name} needs a cost table: measure one, or give a file")
-    return Scheduled(policies[kind](costs, scale), slots, watched)
+    return Scheduled(WITH_COSTS[kind](costs, scale), slots, watched)
 
 
 def _context(requests: Sequence[Request]) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 from dspark_train.artifacts import Artifact
 from dspark_train.config import Config
 from dspark_train.data.prompts import PromptReader
-from dspark_train.stages.rollout import PROMPTS, split_prompts
+from dspark_train.stages.rollout import PROMPTS, split_prompts, spread
 from dspark_train.target import Target
 
 
@@ -45,9 +45,7 @@ def bench_prompts(
                 f"bench.sources.{domain}={source}: the run has trained on all of its "
                 f"{reader.counts['kept']} prompts; give others, or the checkpoint of another run"
             )
-        taken = min(b.prompts, len(found))
-        for i in range(taken):
-            prompt = found[i * len(found) // taken]
+        for prompt in spread(found, b.prompts):
             ids = target.encode_chat(prompt.messages, **p.template)
             rows.append({"id": prompt.id, "category": domain, "prompt": ids})
     return rows

@@ -61,6 +61,11 @@ class Row:
         return speed(self.units)
 
     @property
+    def seconds(self) -> float:
+        """Of all rounds."""
+        return sum(sum(unit.seconds) for unit in self.units)
+
+    @property
     def stats(self) -> DecodingStats:
         return merged([stats for unit in self.units for stats in unit.stats])
 
@@ -102,7 +107,7 @@ def summarise(
 
 def measured(row: Row, plain: Row) -> dict[str, Any]:
     """Everything that is told of one row; rates are rounded."""
-    stats, wall = row.stats, sum(sum(unit.seconds) for unit in row.units)
+    stats, wall = row.stats, row.seconds
     models = sum(stats.seconds[part] for part in ("draft", "walk", "verify", "prefill"))
     ratios = [
         unit.tokens_per_second / base.tokens_per_second
@@ -126,17 +131,12 @@ def measured(row: Row, plain: Row) -> dict[str, Any]:
         "seconds": {part: round(seconds, 4) for part, seconds in stats.seconds.items()}
         | {"total": round(wall, 4)},
         "outside_models": round(1 - models / wall, 4) if ours else None,
-        "speed_model": speed_model(stats, wall, plain.stats, sum_seconds(plain)) if ours else None,
+        "speed_model": speed_model(stats, wall, plain.stats, plain.seconds) if ours else None,
         "drafter_bytes": 0,
         **row.decoder.memory(),
         "prompts": sum(len(unit.prompts) for unit in row.units),
         "tokens": sum(len(output) for unit in row.units for output in unit.outputs),
     }
-
-
-def sum_seconds(row: Row) -> float:
-    """Seconds of all rounds of a row."""
-    return sum(sum(unit.seconds) for unit in row.units)
 
 
 def divergences(target: Target, row: Row, plain: Row, prompts: list[dict[str, Any]]) -> list[Any]:

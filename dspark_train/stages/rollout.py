@@ -9,11 +9,11 @@ continues with the next one and ends with the same tokens.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -33,6 +33,7 @@ from dspark_train.stages.targets import load_target, target_settings
 from dspark_train.target import Target
 
 SHARED = True
+T = TypeVar("T")
 PROMPTS = "prompts.jsonl"
 COUNTS = "prompt_counts.json"
 PREFIX = "rollouts-"
@@ -245,6 +246,10 @@ def split_prompts(rollout: Artifact, part: str, count: int) -> list[dict[str, An
             f"{rollout.directory} has no {part} prompts: give more prompts, or a larger "
             f"prompts.{part}"
         )
-    if len(chosen) > count:
-        chosen = [chosen[i * len(chosen) // count] for i in range(count)]
-    return chosen
+    return spread(chosen, count)
+
+
+def spread(rows: Sequence[T], count: int) -> list[T]:
+    """At most `count` of `rows`, evenly over their order."""
+    taken = min(count, len(rows))
+    return [rows[i * len(rows) // taken] for i in range(taken)]

@@ -85,9 +85,13 @@ class Drawing:
             request.process(logits[i : i + 1], drafts[i], len(self._chosen))
             for i, request in enumerate(self.requests)
         ]
-        allowed = torch.cat(rows)
-        # nothing that can be drafted is allowed: the draft will be rejected, whatever it is
-        return torch.where(allowed.isneginf().all(-1, keepdim=True), logits, allowed)
+        return allowed_if_any(torch.cat(rows), logits)
+
+
+def allowed_if_any(allowed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Rows `[..., V]` of `allowed`, those of `logits` where nothing that can be drafted is allowed:
+    a draft of these will be rejected, whatever it is."""
+    return torch.where(allowed.isneginf().all(-1, keepdim=True), logits, allowed)
 
 
 def over_target(

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from dspark_train.decoding.proposers.drawing import drafted_with, over_target
+from dspark_train.decoding.proposers.drawing import allowed_if_any, drafted_with, over_target
 from dspark_train.decoding.proposers.tree import Tree, TreeShape
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings, draw_rows, warp_rows
@@ -174,9 +174,7 @@ class Growing:
             for i, request in enumerate(self.requests)
             for place, path in enumerate(self._paths[i].tolist())
         ]
-        allowed = torch.cat(rows).view_as(logits)
-        # nothing that can be drafted is allowed: the drafts will be rejected, whatever they are
-        return torch.where(allowed.isneginf().all(-1, keepdim=True), logits, allowed)
+        return allowed_if_any(torch.cat(rows).view_as(logits), logits)
 
 
 def _chances(probs: torch.Tensor, confidence: torch.Tensor | None, b: int) -> torch.Tensor:
