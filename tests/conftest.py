@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dspark_train.__main__ import main
 from dspark_train.target import Target
 from tests import tiny_language, tiny_pipeline
+
+# what is started in the background ignores Ctrl-C, and so would the children that tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ Reading the weights is most of such a pass. They are read about twice as fast fr
 as from rows, and then five tokens cost little more than one, which is what verification lives on.
 Two layouts are used: oneDNN's, and where the CPU has no products of bfloat16, FBGEMM's of float16
 for weights that are bfloat16 or were so once: two bytes are read for each, widened in registers,
-and summed in float32. Attention of one token is a product of few rows where the query heads that
+and summed in float32. Attention of few tokens is a product of few rows where the query heads that
 share a key head are taken as queries of that head.
 """
 
@@ -23,6 +23,8 @@ from dspark_train.target.packing import Packing
 GROUPED = "sdpa_grouped"
 # what a weight may lose in float16: less than sums in float32 lose
 LOST = 2**-25
+# queries of a row up to which its key heads are not copied for each of their query heads
+SHORT = 64
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -128,7 +130,7 @@ def grouped_attention(
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' "sdpa", with a short cut for one query per row.
+    """transformers' "sdpa", with a short cut for few queries per row.
 
     Args:
         query: `[B, H, q, d]`; with `packing` `[1, H, N, d]`.
@@ -144,15 +146,17 @@ def grouped_attention(
         mixed, _ = grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
         return packing.pack(mixed), None
     B, H, q, d = query.shape
-    if q > 1 or kwargs.get("dropout"):
+    if q > SHORT or (q > 1 and attention_mask is None) or kwargs.get("dropout"):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    by_key_head = query.reshape(B, key.shape[1], -1, d)
+    heads = key.shape[1]
+    if q > 1 and heads < H:
+        attention_mask = attention_mask.repeat(1, 1, H // heads, 1)
     mixed = F.scaled_dot_product_attention(
-        by_key_head, key, value, attn_mask=attention_mask, scale=scaling
+        query.reshape(B, heads, -1, d), key, value, attn_mask=attention_mask, scale=scaling
     )
-    return mixed.reshape(B, 1, H, d), None
+    return mixed.reshape(B, H, q, d).transpose(1, 2), None
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

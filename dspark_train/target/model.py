@@ -16,6 +16,7 @@ from dspark_train.target.chat import encode_chat, eos_ids
 from dspark_train.target.cpu import GROUPED, can_pack, pack_linears
 from dspark_train.target.fingerprint import config_sha, weights_sha
 from dspark_train.target.head import TargetHead
+from dspark_train.target.joining import join_linears
 from dspark_train.target.layers import validate_taps
 from dspark_train.target.loading import load_model, load_tokenizer, resolve
 from dspark_train.target.mixers import announced, find_mixers, kept_by_layers
@@ -169,6 +170,8 @@ class Target:
         beside their packed copy. Numbers may change in the last bits.
         """
         self._weights_sha = weights_sha(self.model)
+        ids = torch.tensor([[0, 1, 0], [1, 0, 0]], device=self.device)
+        join_linears(self._decoder, lambda: self._decoder(input_ids=ids, use_cache=False)[0])
         pack_linears(self._decoder)
         self.head.pack()
         self.packed = True

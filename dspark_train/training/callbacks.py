@@ -120,7 +120,7 @@ class Between(Callback):
         if self.state is None:
             self._initial = fingerprints(module.loss.drafter)
         else:
-            checkpoint.restore(self.state, module)
+            checkpoint.restore(self.state, module, self.path.parent.parent.name)
             progress, self.state = self.state["progress"], None
             self._initial, self.numbers = progress["initial"], progress["numbers"]
             self.validation.best, module.checks.taught = progress["best"], progress["taught"]

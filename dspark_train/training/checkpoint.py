@@ -53,8 +53,11 @@ def load(path: Path) -> State:
         ) from error
 
 
-def restore(state: State, module: DrafterTraining) -> None:
+def restore(state: State, module: DrafterTraining, stage: str) -> None:
     """Take weights, moments and schedule from a checkpoint, into whatever strategy is used now.
+
+    Args:
+        stage: whose checkpoint it is.
 
     Raises:
         ValueError: it holds something else, as that of another version of this program may.
@@ -70,7 +73,7 @@ def restore(state: State, module: DrafterTraining) -> None:
     except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"the checkpoint of this training is not one that can be continued ({error}); another "
-            "version of this program may have made it: redo the stage with force=[train]"
+            f"version of this program may have made it: redo the stage with force=[{stage}]"
         ) from error
 
 

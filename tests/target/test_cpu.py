@@ -82,7 +82,7 @@ def test_auto_is_bfloat16_only_where_the_hardware_multiplies_it(
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("queries", [1, 3, 70])
 def test_grouped_attention(queries: int, masked: bool) -> None:
     """By hand: every query head against the key head of its group."""
     torch.manual_seed(0)

@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_named(
     state = torch.load(path, weights_only=True)
     state["model"].popitem()  # a drafter that another version trained
     torch.save(state, path)
-    with pytest.raises(ValueError, match="not one that can be continued"):
+    with pytest.raises(ValueError, match=r"not one that can be continued.*force=\[a\]"):
         fit("a")
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"last\.ckpt is damaged.*force=\[a\]"):
