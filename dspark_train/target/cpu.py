@@ -9,6 +9,7 @@ share a key head are taken as queries of that head.
 """
 
 import platform
+import threading
 from typing import Any
 
 import torch
@@ -120,6 +121,22 @@ def weight_bytes(module: nn.Module) -> int:
     return packed + sum(p.nbytes for p in module.parameters())
 
 
+class Repeated(threading.local):
+    """The mask of a pass once for every query head of a key head; its layers share it."""
+
+    mask: torch.Tensor | None = None
+    rows: torch.Tensor
+
+    def repeated(self, mask: torch.Tensor, times: int) -> torch.Tensor:
+        """`[B, 1, q, S]` to `[B, 1, times·q, S]`."""
+        if self.mask is not mask or self.rows.shape[2] != times * mask.shape[2]:
+            self.mask, self.rows = mask, mask.repeat(1, 1, times, 1)
+        return self.rows
+
+
+LAST = Repeated()
+
+
 def grouped_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -152,7 +169,7 @@ def grouped_attention(
         )
     heads = key.shape[1]
     if q > 1 and heads < H:
-        attention_mask = attention_mask.repeat(1, 1, H // heads, 1)
+        attention_mask = LAST.repeated(attention_mask, H // heads)
     mixed = F.scaled_dot_product_attention(
         query.reshape(B, heads, -1, d), key, value, attn_mask=attention_mask, scale=scaling
     )

@@ -88,13 +88,16 @@ def test_grouped_attention(queries: int, masked: bool) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, 6, queries, 8), torch.randn(2, 3, 10, 8)
     value = torch.randn(2, 3, 10, 8)
-    module = nn.Module()
-    module.is_causal, module.num_key_value_groups = False, 2
+    module, ungrouped = nn.Module(), nn.Module()
+    for one, groups in ((module, 2), (ungrouped, 1)):
+        one.is_causal, one.num_key_value_groups = False, groups
     mask = torch.zeros(2, 1, queries, 10)
     if masked:
         mask = mask.masked_fill(torch.rand(mask.shape) < 0.4, float("-inf"))
         mask[..., 0] = 0
-    result, _ = grouped_attention(module, query, key, value, mask if masked else None, 0.3)
+    given = mask if masked else None
+    grouped_attention(ungrouped, query[:, :3], key, value, given, 0.3)  # the layer before
+    result, _ = grouped_attention(module, query, key, value, given, 0.3)
     for head in range(6):
         scores = query[:, head] @ key[:, head // 2].transpose(-1, -2) * 0.3 + mask[:, 0]
         expected = scores.softmax(-1) @ value[:, head // 2]
