@@ -4,24 +4,20 @@ Each request walks through the recorded rounds of one conversation, so hard ones
 confidences are the recorded ones, and a draft stands with its exact chance, the recorded overlap.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from dspark_train.calibration.traces import Traces
-from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.policies import (
-    Auto,
-    Capacity,
     Drafts,
     FirstDrafts,
     Policy,
-    Prefix,
     Threshold,
     Waiting,
 )
+from dspark_train.decoding.scheduler import POLICIES, WITH_COSTS, is_policy
 
 
 def flat_then_falling(
@@ -71,18 +67,14 @@ def policy_of(name: str, costs: CostTable, temperatures: np.ndarray) -> Policy:
     Raises:
         ValueError: an unknown name.
     """
+    if not is_policy(name):
+        raise ValueError(f"policy {name}: expected one of {POLICIES}")
     kind, _, number = name.partition(":")
-    makers: dict[str, Callable[[], Policy]] = {
-        "fixed": lambda: FirstDrafts(int(number) if number else len(temperatures)),
-        "threshold": lambda: Threshold(float(number), temperatures),
-        "prefix": lambda: Prefix(costs, temperatures),
-        "capacity": lambda: Capacity(costs, temperatures),
-        "columns": lambda: Columns(costs, temperatures),
-        "auto": lambda: Auto(costs, temperatures),
-    }
-    if kind not in makers:
-        raise ValueError(f"policy {name}: expected one of {list(makers)}")
-    return makers[kind]()
+    if kind == "fixed":
+        return FirstDrafts(int(number) if number else len(temperatures))
+    if kind == "threshold":
+        return Threshold(float(number), temperatures)
+    return WITH_COSTS[kind](costs, temperatures)
 
 
 def simulate(

@@ -3,19 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+from dspark_train.stages.report import case
+
 
 def write_plot(path: Path, report: dict[str, Any]) -> None:
     """One line of panels for each sampler and batch size."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cases = list(dict.fromkeys((row["sampler"], row["batch"]) for row in report["rows"]))
+    cases = list(dict.fromkeys(map(case, report["rows"])))
     figure = Figure(figsize=(14, 3.2 * len(cases)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(cases), 3, squeeze=False)
-    for (speed, slots, lengths), (sampler, batch) in zip(axes, cases, strict=True):
-        rows = [r for r in report["rows"] if (r["sampler"], r["batch"]) == (sampler, batch)]
-        title = sampler if batch == 1 else f"{sampler}, batch {batch}"
+    for (speed, slots, lengths), title in zip(axes, cases, strict=True):
+        rows = [row for row in report["rows"] if case(row) == title]
         bars = speed.barh(
             [row["name"] for row in rows], [row["speedup_over_plain"] for row in rows]
         )

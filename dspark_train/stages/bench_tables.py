@@ -6,7 +6,7 @@ from rich.table import Table
 
 from dspark_train.decoding.stats import Seconds
 from dspark_train.stages.bench_trees import tree_table
-from dspark_train.stages.report import print_table
+from dspark_train.stages.report import case, print_table, table_of
 
 Entry = dict[str, Any]
 
@@ -28,24 +28,6 @@ def show(report: dict[str, Any]) -> None:
     for kind in first["by"]:
         if len(first["by"][kind]) > 1:
             print_table(groups(rows, kind))
-
-
-def table_of(title: str, left: list[str], right: list[str], last: list[str]) -> Table:
-    """An empty table with columns for words, for numbers, and for words."""
-    table = Table(title=title)
-    for column in left:
-        table.add_column(column)
-    for column in right:
-        table.add_column(column, justify="right")
-    for column in last:
-        table.add_column(column)
-    return table
-
-
-def cells(row: Entry) -> list[str]:
-    """What a row of any table begins with."""
-    sampler = row["sampler"] if row["batch"] == 1 else f"{row['sampler']}, batch {row['batch']}"
-    return [sampler, row["name"]]
 
 
 def per_slot(row: Entry) -> str:
@@ -70,7 +52,8 @@ def speeds(rows: list[Entry], title: str) -> Table:
             same = f"{ties} near tie{'s' if ties > 1 else ''}"
         verified = row["verified_per_committed"]
         table.add_row(
-            *cells(row),
+            case(row),
+            row["name"],
             f"{row['tau']:.2f}",
             f"{row['tokens_per_second']:.1f}",
             f"{row['speedup_over_plain']:.2f}",
@@ -96,7 +79,7 @@ def models(rows: list[Entry]) -> Table:
     for row in rows:
         if row["speed_model"] and row["name"] != "plain":
             values = [f"{row['speed_model'][key]:.2f}" for key in keys]
-            table.add_row(*cells(row), *values, f"{100 * row['outside_models']:.1f} %")
+            table.add_row(case(row), row["name"], *values, f"{100 * row['outside_models']:.1f} %")
     return table
 
 
@@ -112,7 +95,8 @@ def groups(rows: list[Entry], kind: str) -> Table:
         for name, group in row["by"][kind].items():
             speed = group.get("speedup_over_plain")
             table.add_row(
-                *cells(row),
+                case(row),
+                row["name"],
                 name,
                 str(group["prompts"]),
                 f"{group['tau']:.2f}",

@@ -4,6 +4,8 @@ from typing import Any
 
 from rich.table import Table
 
+from dspark_train.stages.report import case, table_of
+
 Entry = dict[str, Any]
 CHAINS = ("dspark", "dflash")
 
@@ -46,15 +48,15 @@ def tree_gains(rows: list[Entry]) -> list[Entry]:
 
 def tree_table(gains: list[Entry]) -> Table:
     """The gains on the terminal."""
-    table = Table(title="trees against the chain of the same drafter, per round")
-    for column in ("sampler", "decoder", "chain"):
-        table.add_column(column)
-    for column in ("τ", "verified nodes", "extra accepted length", "per extra verified node"):
-        table.add_column(column, justify="right")
+    table = table_of(
+        "trees against the chain of the same drafter, per round",
+        ("sampler", "decoder", "chain"),
+        ("τ", "verified nodes", "extra accepted length", "per extra verified node"),
+    )
     for gain in gains:
-        sampler, per_node = gain["sampler"], gain["per_node"]
+        per_node = gain["per_node"]
         table.add_row(
-            sampler if gain["batch"] == 1 else f"{sampler}, batch {gain['batch']}",
+            case(gain),
             gain["name"],
             gain["chain"],
             "{:.2f} → {:.2f}".format(*gain["tau"]),

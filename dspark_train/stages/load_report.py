@@ -5,9 +5,8 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.table import Table
 
-from dspark_train.stages.report import print_table
+from dspark_train.stages.report import print_table, table_of
 
 
 def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -24,12 +23,9 @@ def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """A line for each policy and load."""
-    table = Table(title="policies under load")
-    for column in ("requests", "policy"):
-        table.add_column(column)
     columns = ("tokens/s", "per user", "easy / hard", "first p50", "p50 / p95 / p99 ms")
-    for column in (*columns, "verified", "per token", "τ"):
-        table.add_column(column, justify="right")
+    columns += ("verified", "per token", "τ")
+    table = table_of("policies under load", ("requests", "policy"), columns)
     for row in medians(rows):
         waits = " / ".join(f"{1000 * row[f'token_p{p}']:.0f}" for p in (50, 95, 99))
         table.add_row(

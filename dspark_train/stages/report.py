@@ -2,6 +2,7 @@
 
 import json
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,25 @@ def machine(device: torch.device) -> dict[str, Any]:
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Write report.json."""
     path.write_text(json.dumps(report, indent=1))
+
+
+def case(row: dict[str, Any]) -> str:
+    """The sampler of a row, and its batch size where that is not 1."""
+    return row["sampler"] if row["batch"] == 1 else f"{row['sampler']}, batch {row['batch']}"
+
+
+def table_of(
+    title: str, left: Sequence[str], right: Sequence[str], last: Sequence[str] = ()
+) -> Table:
+    """An empty table with columns for words, for numbers, and for words."""
+    table = Table(title=title)
+    for column in left:
+        table.add_column(column)
+    for column in right:
+        table.add_column(column, justify="right")
+    for column in last:
+        table.add_column(column)
+    return table
 
 
 def print_table(table: Table) -> None:
