@@ -16,9 +16,13 @@ class TrainConfig:
     `attention` is "two_part" (exact, any device), "flex" (FlexAttention, CUDA)
     or "auto" (flex on CUDA, two_part elsewhere); decoding takes two_part always.
 
-    `optimiser` is "adamw", or "muon" for the matrices of the backbone. `lr_parts` gives parts (by
+    `optimiser` is "muon" for the matrices of the backbone, with AdamW for the rest, or "adamw" for
+    all (published recipes; a learning rate of 6e-4 fits it). `lr_parts` gives parts (by
     the beginning of parameter names) a learning rate of their own, `lr_heads` the heads. `ema` is
     the decay of an average of the weights, which is what is then validated and kept (0: none).
+
+    `markov_from` is what the Markov head (vanilla or gated) begins with: "bigrams" of the responses
+    (`data/bigrams.py`), or "zero".
 
     `precision` is Lightning's; "auto": bf16-mixed where `target.dtype=auto` is bfloat16, 32-true
     elsewhere.
@@ -33,8 +37,8 @@ class TrainConfig:
     micro_documents: int = 0
     row_tokens: int = 0
     anchors: int = 512
-    optimiser: str = "adamw"
-    lr: float = 6e-4
+    optimiser: str = "muon"
+    lr: float = 3e-3
     lr_heads: float | None = None
     lr_parts: dict[str, float] = field(default_factory=dict)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -42,6 +46,7 @@ class TrainConfig:
     warmup: float = 0.04
     clip: float = 1.0
     ema: float = 0.0
+    markov_from: str = "bigrams"
     precision: str = "auto"
     strategy: str = "auto"
     compile: bool = False

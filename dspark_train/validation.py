@@ -20,6 +20,7 @@ KERNELS = ("plain", "triton")
 ATTENTION = ("auto", "two_part", "flex")
 STEP_SHAPES = ("smollm2_135m", "qwen3_4b")  # those of training/step_cost.py
 OPTIMISERS = ("adamw", "muon")
+MARKOV_FROM = ("bigrams", "zero")
 STRATEGIES = ("auto", "ddp", "fsdp2")
 KEPT = ("best", "last")
 TURNS = ("last", "every", "given")
@@ -137,7 +138,8 @@ def _training(config: Config) -> Iterator[Check]:
     yield betas, "train.betas", n.betas, "two numbers in [0, 1)"
     for key in ("validation", "warmup", "ema"):
         yield 0 <= getattr(n, key) < 1, f"train.{key}", getattr(n, key), "a share in [0, 1)"
-    for key, known in (("optimiser", OPTIMISERS), ("strategy", STRATEGIES), ("keep", KEPT)):
+    choices = {"optimiser": OPTIMISERS, "strategy": STRATEGIES, "keep": KEPT}
+    for key, known in {**choices, "markov_from": MARKOV_FROM}.items():
         yield getattr(n, key) in known, f"train.{key}", getattr(n, key), f"one of {known}"
     rates = {"lr_heads": n.lr_heads, **{f"lr_parts.{part}": r for part, r in n.lr_parts.items()}}
     for key, rate in rates.items():

@@ -58,15 +58,13 @@ class Drafter(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            std = getattr(module, "initial_std", self.config.initializer_range)
+            nn.init.normal_(module.weight, std=std)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
-        if isinstance(module, MarkovHead):
-            # no bias at first: the heads start from the backbone's own logits
-            nn.init.zeros_(module.markov_w2.weight)
-        elif isinstance(module, BlockConvolution):
+        if isinstance(module, BlockConvolution):
             module.reset()
 
     @property

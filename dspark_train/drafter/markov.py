@@ -20,6 +20,16 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocabulary, bias=False)
+        # no bias at first: the heads start from the backbone's own logits
+        self.markov_w2.initial_std = 0.0
+
+    @torch.no_grad()
+    def start_from(
+        self, first: torch.Tensor, second: torch.Tensor, draft_ids: torch.Tensor | None
+    ) -> None:
+        """Take factors `[V, R]` of a bias as weights; only rows `draft_ids` of the second."""
+        self.markov_w1.weight.copy_(first)
+        self.markov_w2.weight.copy_(second if draft_ids is None else second[draft_ids])
 
     def candidates(self, unary: torch.Tensor) -> torch.Tensor:
         """Unary logits `[..., V]`, minus infinity where a token cannot be drafted."""

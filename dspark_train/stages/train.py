@@ -10,6 +10,8 @@ from transformers import PretrainedConfig
 from dspark_train import ranks
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
+from dspark_train.data.bigrams import bigram_factors
+from dspark_train.data.datamodule import split_validation
 from dspark_train.data.vocabulary import frequent_tokens
 from dspark_train.decoding.sampling import usable_vocabulary
 from dspark_train.disk import check_space
@@ -27,6 +29,8 @@ BYTES_PER_PARAMETER = 2 * 12 + 4
 SHARED = True
 IGNORED = ("workers", "checkpoint_minutes", "micro_documents", "strategy", "compile")
 IGNORED += ("checkpoint_activations",)
+# whose bias is a product of two factors; a recurrent one has something between them
+FROM_BIGRAMS = ("vanilla", "gated")
 IGNORED_BY_TRAINER = ("devices", "num_nodes", "accelerator", "strategy")
 
 
@@ -154,12 +158,17 @@ def new_drafter(
         The drafter; and if it has a vocabulary of its own, that one's share of the responses.
     """
     torch.manual_seed(config.train.seed)
-    drafter = Drafter(drafter_config(config, target, facts))
-    size = drafter.config.draft_vocab_size
-    if not size:
-        return drafter, None
-    ids, kept = frequent_tokens(store, size, usable_vocabulary(target.tokenizer, target.vocab_size))
-    drafter.draft_only(ids)
+    drafter, kept = Drafter(drafter_config(config, target, facts)), None
+    if size := drafter.config.draft_vocab_size:
+        usable = usable_vocabulary(target.tokenizer, target.vocab_size)
+        ids, kept = frequent_tokens(store, size, usable)
+        drafter.draft_only(ids)
+    if config.train.markov_from == "bigrams" and drafter.config.markov_head_type in FROM_BIGRAMS:
+        documents, _ = split_validation(store.identities, config.train.validation)
+        rank = drafter.config.markov_rank
+        drafter.markov_head.start_from(
+            *bigram_factors(store, documents, target.vocab_size, rank), drafter.draft_ids
+        )
     return drafter, kept
 
 

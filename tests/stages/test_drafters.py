@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from dspark_train.artifacts import Artifact
+from dspark_train.config import Config, DrafterSettings
+from dspark_train.config_training import TrainConfig
+from dspark_train.data.bigrams import bigram_factors
+from dspark_train.data.datamodule import split_validation
 from dspark_train.data.store import FeatureStore
 from dspark_train.data.vocabulary import frequent_tokens
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.drafter import Drafter, DrafterConfig, load_drafter
+from dspark_train.stages.train import new_drafter
 from dspark_train.target import Target
 from tests.tiny_pipeline import Run, refused
 
@@ -86,3 +91,31 @@ def test_a_reduced_vocabulary_is_that_of_the_rollouts(
 def test_more_draft_tokens_than_there_are(tiny_run_finished: Run) -> None:
     ended = tiny_run_finished("stages=[train]", "drafter.draft_vocab_size=4000")
     refused(ended, "draft_vocab_size=4000")
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("start", ["bigrams", "zero"])
+@pytest.mark.parametrize("size", [None, 24])
+def test_the_markov_head_begins_with_the_bigrams(
+    finished_run: Path, tiny_target: Target, kind: str, start: str, size: int | None
+) -> None:
+    """Of the documents that are trained on; heads that are no product of two factors begin at 0."""
+    capture = Artifact.open(finished_run / "capture")
+    store = FeatureStore(capture)
+    settings = DrafterSettings(
+        num_hidden_layers=1, markov_head_type=kind, markov_rank=8, draft_vocab_size=size
+    )
+    train = TrainConfig(validation=0.3, markov_from=start)
+    config = Config(drafter=settings, train=train)
+    drafter, _ = new_drafter(config, tiny_target, store, capture.facts)
+    first, second = (getattr(drafter.markov_head, f"markov_w{i}").weight for i in (1, 2))
+    if start == "zero" or kind == "rnn":
+        assert not second.any()
+        assert first.std() > 0.01
+        return
+    documents, held = split_validation(store.identities, 0.3)
+    expected = bigram_factors(store, documents, tiny_target.vocab_size, 8)
+    assert held
+    assert torch.equal(first, expected[0])
+    assert torch.equal(second, expected[1] if size is None else expected[1][drafter.draft_ids])
+    assert second.any()

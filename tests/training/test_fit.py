@@ -23,7 +23,13 @@ from dspark_train.training import fit as fitting
 from dspark_train.training import launch
 
 TRAIN = TrainConfig(
-    epochs=3, batch_documents=8, anchors=16, lr=3e-3, precision="32-true", validation=0.1
+    epochs=3,
+    batch_documents=8,
+    anchors=16,
+    optimiser="adamw",
+    lr=3e-3,
+    precision="32-true",
+    validation=0.1,
 )
 CSV_ONLY = LoggerConfig()
 Fit = Callable[..., tuple[dict[str, Any], Drafter]]

@@ -48,7 +48,8 @@ def test_a_part_is_a_whole_name() -> None:
 def test_parts_of_a_drafter_move_at_their_rates() -> None:
     """The first step of Adam is the learning rate itself, whatever the gradient."""
     drafter = Drafter(DrafterConfig())
-    settings = TrainConfig(lr_heads=0.5, lr_parts={"layers.1": 0.25}, warmup=0.0)
+    parts = {"layers.1": 0.25}
+    settings = TrainConfig(optimiser="adamw", lr_heads=0.5, lr_parts=parts, warmup=0.0)
     before = copy.deepcopy(drafter.state_dict())
     optimiser, _ = make_optimiser(drafter.named_parameters(), settings, 0.125, 10**9)
     for parameter in drafter.parameters():
