@@ -163,7 +163,9 @@ def grouped_attention(
         mixed, _ = grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
         return packing.pack(mixed), None
     B, H, q, d = query.shape
-    if q > SHORT or (q > 1 and attention_mask is None) or kwargs.get("dropout"):
+    masked = attention_mask is not None
+    by_head = masked and attention_mask.shape[1] > 1
+    if q > SHORT or (q > 1 and not masked) or by_head or kwargs.get("dropout"):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
@@ -173,7 +175,7 @@ def grouped_attention(
     mixed = F.scaled_dot_product_attention(
         query.reshape(B, heads, -1, d), key, value, attn_mask=attention_mask, scale=scaling
     )
-    return mixed.reshape(B, H, q, d).transpose(1, 2), None
+    return mixed.reshape(B, H, q, -1).transpose(1, 2), None
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

@@ -2,15 +2,17 @@
 
 import inspect
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from dspark_train.target.chat import encode_chat, eos_ids
 from dspark_train.target.cpu import GROUPED, can_pack, pack_linears
@@ -20,14 +22,18 @@ from dspark_train.target.joining import join_linears
 from dspark_train.target.layers import validate_taps
 from dspark_train.target.loading import load_model, load_tokenizer, resolve
 from dspark_train.target.mixers import announced, find_mixers, kept_by_layers
-from dspark_train.target.packing import PackedCache, Packing, agrees
+from dspark_train.target.packing import PackedCache, Packing, gives, trial
 from dspark_train.target.support import (
     probe,
+    probe_rows,
     probe_states,
     refuse_unsupported,
     sliding_window,
 )
 from dspark_train.target.taps import decoder_layers, tapped
+
+# what is kept of a pass is kept by hooks on the model: two threads would find each other's
+ONE_PASS = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,8 @@ class Target:
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         if self.recurrent:
             probe_states(name, model, self._decoder, self._cache_keyword)
+        else:
+            probe_rows(name, model, self.forward)
 
     @classmethod
     def load(
@@ -180,15 +188,20 @@ class Target:
     def pack_rows(self) -> None:
         """Let passes over rows of different lengths go without their padding, where that works.
 
-        The attention must be "sdpa", and the family must hand on what it does not know to its
-        attention; a pass of two short rows tells.
+        The attention must be "sdpa" and let itself be replaced, and the family must hand on what it
+        does not know to its attention; passes of two short rows tell.
         """
         config = self.model.config.get_text_config()
-        if config._attn_implementation == "sdpa":
-            config._attn_implementation = GROUPED
-            # to a recurrent layer rows behind one another would be one text
-            agreed = agrees(self._decoder, self._cache_keyword, self.device)
-            self.packs_rows = not self.recurrent and agreed
+        if config._attn_implementation != "sdpa":
+            return
+        cache = partial(DynamicCache, config=self.model.config) if self.recurrent else DynamicCache
+        expected, _ = trial(self.forward, cache, self.device)
+        config._attn_implementation = GROUPED
+        if not gives(expected, self.forward, cache, self.device):  # it knows "sdpa" by its name
+            config._attn_implementation = "sdpa"
+        elif not self.recurrent:  # to a recurrent layer rows one after another would be one text
+            self.packs_rows = True
+            self.packs_rows = gives(expected, self.forward, cache, self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -243,7 +256,7 @@ class Target:
             packing = Packing(counts, input_ids.device)
             input_ids, position_ids = packing.pack(input_ids), packing.pack(position_ids)
             cache, more = PackedCache(cache, packing), {"packing": packing}
-        with tapped(self.layers, layers) as captured, told:
+        with ONE_PASS, tapped(self.layers, layers) as captured, told:
             outputs = self._decoder(
                 input_ids=input_ids,
                 position_ids=position_ids,

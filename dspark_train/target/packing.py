@@ -4,12 +4,11 @@ Linear layers, norms and embeddings see one row of all tokens that count. Only a
 needs to know whose cache a token reads, sees the rows side by side.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 
 class Packing:
@@ -59,31 +58,63 @@ class PackedCache(Cache):
 
 
 @torch.no_grad()
-def agrees(decoder: nn.Module, cache_keyword: str, device: torch.device) -> bool:
-    """Whether `decoder` gives the same packed and padded: a row of three tokens and one of one.
+def trial(
+    forward: Callable[..., Any], cache: Callable[[], Cache], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Passes as batches are decoded: rows of three tokens and one, then a token for each.
 
-    Families that do not hand an argument on to their attention fail or give something else.
+    Args:
+        forward: `Target.forward`.
+        cache: makes one of transformers' own.
+
+    Returns:
+        Hidden states `[8, D]`: of the last token that both rows begin with, of the four that count
+        and of one more for each; and `[3, D]` of the second row alone, see `second_row`.
     """
-    packing = Packing([3, 1], device)
-    rows = ([[0, 1], [1, 0]], [[1, 0, 1], [0, 1, 1]])
-    first, then = (torch.tensor(ids, device=device) for ids in rows)
-    positions = torch.arange(5, device=device).expand(2, 5)
-    mask = (positions[:1, None, :] <= positions[:1, 2:, None])[:, None]
-    outputs = []
-    for packed in (False, True):
-        cache = DynamicCache()
-        given, at, more = then, positions[:, 2:], {}
-        if packed:
-            given, at, more = packing.pack(given), packing.pack(at), {"packing": packing}
-        try:
-            decoder(input_ids=first, use_cache=True, **{cache_keyword: cache})
-            more[cache_keyword] = PackedCache(cache, packing) if packed else cache
-            output = decoder(
-                input_ids=given, position_ids=at, attention_mask=mask, use_cache=True, **more
-            )[0]
-        except Exception:  # whatever a family does with an argument or a cache it does not know
-            return False
-        outputs.append(output if packed else packing.pack(output))
-    padded, found = (output.float() for output in outputs)
-    tolerance = 1e-4 if outputs[0].dtype == torch.float32 else 5e-2
-    return bool((padded - found).abs().max() <= tolerance * padded.abs().max())
+
+    def read(rows: list[list[int]], counts: list[int], hidden: list[int]) -> torch.Tensor:
+        """The next tokens of both rows; `hidden` columns are padding of the second."""
+        held = together.get_seq_length()
+        ids = torch.tensor(rows, device=device)
+        positions = held + torch.arange(ids.shape[1], device=device).expand(2, -1)
+        columns = torch.arange(held + ids.shape[1], device=device)
+        mask = (columns <= positions[..., None])[:, None]
+        mask[1, ..., hidden] = False
+        positions = positions - torch.tensor([[0], [len(hidden)]], device=device)
+        output = forward(
+            ids, position_ids=positions, attention_mask=mask, cache=together, counts=counts
+        ).last_hidden
+        return torch.cat([output[i, :count] for i, count in enumerate(counts)])
+
+    together, alone = cache(), cache()
+    first = torch.tensor([[0, 1], [1, 0]], device=device)
+    outputs = [forward(first, cache=together).last_hidden[:, -1]]
+    outputs.append(read([[1, 0, 1], [0, 1, 1]], [3, 1], []))
+    outputs.append(read([[1], [0]], [1, 1], [3, 4]))
+    single = []
+    for ids in ([[1, 0]], [[0]], [[0]]):
+        tokens = torch.tensor(ids, device=device)
+        start = alone.get_seq_length()
+        positions = start + torch.arange(tokens.shape[1], device=device)[None]
+        single.append(forward(tokens, position_ids=positions, cache=alone).last_hidden[0, -1:])
+    return torch.cat(outputs), torch.cat(single)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether hidden states agree, up to what their dtype rounds."""
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2
+    wrong = (found.float() - expected.float()).abs().max()
+    return bool(wrong <= tolerance * expected.float().abs().max())
+
+
+def gives(expected: torch.Tensor, *tried: Any) -> bool:
+    """Whether `trial(*tried)` runs and has `expected` as its first part."""
+    try:
+        return close(trial(*tried)[0], expected)
+    except Exception:  # whatever a family does with an argument or a cache it does not know
+        return False
+
+
+def second_row(rows: torch.Tensor) -> torch.Tensor:
+    """Of the first part of a `trial` what its second part has."""
+    return rows[[1, 5, 7]]

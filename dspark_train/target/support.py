@@ -2,6 +2,8 @@
 
 import inspect
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from dspark_train.target.head import TargetHead
 from dspark_train.target.mixers import kept_by_layers
+from dspark_train.target.packing import close, second_row, trial
 
 
 def refuse_unsupported(name: str, config: PretrainedConfig) -> None:
@@ -23,6 +26,11 @@ def refuse_unsupported(name: str, config: PretrainedConfig) -> None:
         raise ValueError(
             f"target {name}: {shared} layers read the keys and values of other layers, which is "
             "not supported; choose a target whose layers have their own"
+        )
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise ValueError(
+            f"target {name}: {config.model_type} has local layers whose window is counted along "
+            "the batch, not along its rows; choose another target"
         )
     kept_by_layers(name, config)
 
@@ -79,6 +87,32 @@ def probe(name: str, model: PreTrainedModel, decoder: nn.Module, head: TargetHea
         raise ValueError(
             f"target {name}: the logits of {type(model).__name__} differ from its LM head on its "
             f"last hidden state by {wrong:.3g}; its way of scaling them is not supported"
+        )
+
+
+def probe_rows(name: str, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
+    """Run two rows of different lengths side by side, and one of them alone.
+
+    Families whose attention is biased by distance (ALiBi) count it along the batch.
+
+    Args:
+        forward: `Target.forward`.
+
+    Raises:
+        ValueError: naming the target.
+    """
+    try:
+        rows, alone = trial(forward, DynamicCache, model.device)
+        followed = close(second_row(rows), alone)
+    except Exception as error:  # whatever a family does with a mask that it does not know
+        raise ValueError(
+            f"target {name}: {type(model).__name__} does not take the masks of rows of different "
+            f"lengths ({type(error).__name__}: {error}); choose another target"
+        ) from error
+    if not followed:
+        raise ValueError(
+            f"target {name}: {type(model).__name__} gives a row something else beside a longer "
+            "one, so it cannot be decoded in batches; choose another target"
         )
 
 
