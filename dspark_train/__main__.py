@@ -70,7 +70,10 @@ def typed(settings: DictConfig) -> Config:
             try:
                 OmegaConf.merge(schema, {group: {inner: value} if inner else value})
             except OmegaConfBaseException as error:
-                problems.append(f"{key}={value}: {first_line(error)}")
+                said = first_line(error)
+                if "is not a ListConfig" in said:
+                    said = f"expected a list, like {key}=[{value}]"
+                problems.append(f"{key}={value}: {said}")
     missing = [] if problems else sorted(OmegaConf.missing_keys(schema))
     problems += [f"{key} is missing: give one" for key in missing]
     if problems:

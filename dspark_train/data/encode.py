@@ -59,7 +59,9 @@ def encode_prompts(p: PromptsConfig, turns: str, target: Target, path: Path) -> 
     if not splits["train"]:
         raise ValueError(
             f"prompts.source={p.source} leaves no prompt to train on for target {target.name} "
-            f"(context of {target.max_positions:,} tokens): {counts}{refusal}"
+            f"(context of {target.max_positions:,} tokens): {counts}{refusal}; give more "
+            f"prompts, or hold fewer back than prompts.calibration={p.calibration} and "
+            f"prompts.held_out={p.held_out}"
         )
     return counts
 

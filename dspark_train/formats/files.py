@@ -22,6 +22,8 @@ def folder_of(source: str | Path) -> Path:
         ValueError: there is none, or there are pickles or code in it.
     """
     folder = Path(source).expanduser()
+    if folder.is_file():
+        raise ValueError(f"checkpoint {source} is a file; expected the folder that it lies in")
     if not folder.is_dir():
         if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
             raise ValueError(

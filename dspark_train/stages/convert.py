@@ -73,7 +73,10 @@ def run(config: Config) -> None:
             write(place, name, drafter, head, architectures=architectures)
             (place / "README.md").write_text(said)
 
-        write_atomically(folder, build)
+        try:
+            write_atomically(folder, build)
+        except OSError as error:
+            raise ValueError(f"output {folder} cannot be written ({error.strerror})") from error
         if target is None:
             reload(folder, name, drafter, head)
             checked = "compared; give convert.target= to decode with it, too"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from dspark_train.artifacts import MANIFEST, Artifact
 from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder, TreeShape
 from dspark_train.formats import load_config
@@ -12,17 +13,19 @@ def checkpoint_of(config: Config, proposer: str) -> str | None:
     """Where the drafter of `proposer` lies, None for a proposer without one.
 
     Raises:
-        ValueError: no checkpoint is given, and the run has not exported one.
+        ValueError: no checkpoint is given, and the run has not exported one, or it is damaged.
     """
     if not proposer.startswith("drafter"):
         return None
-    checkpoint = config.checkpoint or str(Path(config.run_dir) / "export" / "checkpoint")
-    if config.checkpoint is None and not Path(checkpoint).is_dir():
+    if config.checkpoint is not None:
+        return config.checkpoint
+    export = Path(config.run_dir) / "export"
+    if not (export / MANIFEST).is_file():
         raise ValueError(
-            f"{checkpoint} does not exist: run the stages up to export with "
+            f"{export / 'checkpoint'} does not exist: run the stages up to export with "
             f"run_dir={config.run_dir}, or give checkpoint=FOLDER"
         )
-    return checkpoint
+    return str(Artifact.open(export).folder("checkpoint"))
 
 
 def open_decoder(

@@ -56,7 +56,8 @@ def run(config: Config) -> None:
         )
     except SystemExit as error:  # uvicorn's way of saying that it could not bind
         raise ValueError(
-            f"serve.host={s.host}, serve.port={s.port}: could not listen there; is the port taken?"
+            f"serve.host={s.host}, serve.port={s.port}: could not listen there; is the host an "
+            "address of this machine, and the port free?"
         ) from error
 
 

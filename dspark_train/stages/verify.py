@@ -29,17 +29,31 @@ def run(config: Config) -> None:
     """Check all finished artifacts of a run; then features against rollouts and the target.
 
     Raises:
-        ValueError: the first thing that is wrong, by name.
+        ValueError: all files that are wrong, or the first document that is, by name.
     """
     found = sorted(path.parent for path in Path(config.run_dir).glob(f"*/{MANIFEST}"))
     if not found:
         raise ValueError(f"run_dir={config.run_dir} has no finished stage to verify")
-    artifacts = {folder.name: Artifact.open(folder) for folder in found}
-    for name, artifact in artifacts.items():
+    artifacts, wrong = {}, []
+    for folder in found:
+        try:
+            artifact = artifacts[folder.name] = Artifact.open(folder)
+        except ValueError as error:
+            wrong.append(str(error))
+            continue
+        damaged = []
         for file in artifact.names():
-            artifact.file(file)
+            try:
+                artifact.file(file)
+            except ValueError as error:
+                damaged.append(str(error))
+        wrong += damaged
         size = sum(written for written, _ in artifact.files.values())
-        print(f"verify     {name:<10} {len(artifact.files):,} files, {size:,} bytes: as written")
+        if not damaged:
+            line = f"{len(artifact.files):,} files, {size:,} bytes: as written"
+            print(f"verify     {folder.name:<10} {line}")
+    if wrong:
+        raise ValueError("\n  ".join(wrong))
     capture = artifacts.get("capture")
     if capture is not None and capture.facts["mode"] == "offline":
         print(f"verify     {verify_features(config, artifacts['rollout'], capture)}")

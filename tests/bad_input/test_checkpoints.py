@@ -90,6 +90,22 @@ def test_damaged_checkpoints(
     refused(ended, str(checkpoint), *parts)
 
 
+def test_a_file_for_a_checkpoint(tiny_run_finished: Run, tmp_path: Path) -> None:
+    file = tmp_path / "run/export/checkpoint/config.json"
+    ended = tiny_run_finished("stages=[generate]", f"checkpoint={file}", "prompt=please")
+    refused(ended, f"{file} is a file", "expected the folder")
+
+
+def test_a_changed_byte_of_the_runs_own_checkpoint(tiny_run_finished: Run, tmp_path: Path) -> None:
+    """Its tokens would still be right, only slower to come: nothing else would tell."""
+    weights = tmp_path / "run/export/checkpoint/model.safetensors"
+    spoilt = bytearray(weights.read_bytes())
+    spoilt[-9] ^= 1
+    weights.write_bytes(spoilt)
+    ended = tiny_run_finished("stages=[generate]", "prompt=please")
+    refused(ended, str(weights), "is damaged", "force=[export]")
+
+
 def test_a_run_without_a_checkpoint(tiny_run: Run) -> None:
     refused(tiny_run("stages=[generate]", "prompt=please"), "export/checkpoint does not exist")
 

@@ -69,7 +69,7 @@ def test_prompts_longer_than_the_context_are_dropped_and_said(
 
 def test_too_few_prompts_for_a_split(tiny_run: Run, tmp_path: Path) -> None:
     few = tiny_run(prompts(tmp_path, '{"prompt": "please"}\n'), "prompts.held_out=0.84")
-    refused(few, "no prompt to train on")
+    refused(few, "no prompt to train on", "hold fewer back", "prompts.held_out=0.84")
 
 
 def test_a_prompt_to_generate_with_that_is_too_long_or_missing(tiny_run_finished: Run) -> None:

@@ -27,6 +27,8 @@ from tests.tiny_pipeline import (
         ("train.lr=fast", ["train.lr=fast", "Float"]),
         ("stages=[rollout,fly]", ["['fly'] unknown", "'capture'"]),
         ("force=[fly]", ["force=", "['fly'] unknown"]),
+        ("stages=train", ["stages=train: expected a list, like stages=[train]"]),
+        ("train.betas=0.9", ["train.betas=0.9: expected a list, like train.betas=[0.9]"]),
         ("stages=[]", ["stages=[] asks for nothing"]),
         ("target.device=cuda:99", ["target.device=cuda:99", "take auto, cpu"]),
         ("target.device=abacus", ["target.device=abacus", "take auto, cpu"]),

@@ -68,6 +68,19 @@ def test_one_bit_in_each_kind_of_file_is_found_and_named(
     assert tiny_run_finished("stages=[verify]").status == 0
 
 
+def test_everything_that_is_damaged_is_named(tiny_run_finished: Run, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    damaged = [run / "rollout" / "prompts.jsonl", run / "train" / "logs" / "metrics.csv"]
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[::-1])
+    (run / "export" / "manifest.json").write_text("{")
+    ended = tiny_run_finished("stages=[verify]")
+    assert ended.status == 1
+    for path in (*damaged, run / "export" / "manifest.json"):
+        assert f"{path} is damaged" in ended.err
+    assert "capture" in ended.out  # which is whole, and is said to be
+
+
 def every_digit(text: str) -> list[int]:
     return [place for place, letter in enumerate(text) if letter.isdigit()]
 
