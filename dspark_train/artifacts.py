@@ -247,10 +247,18 @@ class ArtifactWriter:
         manifest = json.loads(json.dumps(manifest, default=str))
         manifest[CHECKSUM] = manifest_sha(manifest)
         write_atomically(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
-        for path in (self.directory / UNFINISHED, *self.directory.glob(OTHERS)):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self.directory / SCRATCH, ignore_errors=True)
+        tidy(self.directory)
         return Artifact.open(self.directory)
+
+
+def tidy(directory: Path) -> None:
+    """Remove from a finished artifact what only unfinished work needs.
+
+    A process that is killed just behind the manifest leaves that.
+    """
+    for path in (directory / UNFINISHED, *directory.glob(OTHERS)):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(directory / SCRATCH, ignore_errors=True)
 
 
 def manifest_sha(manifest: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_train import ranks
-from dspark_train.artifacts import Artifact, ArtifactWriter, fingerprint, recorded_settings
+from dspark_train.artifacts import Artifact, ArtifactWriter, fingerprint, recorded_settings, tidy
 from dspark_train.aside import bring_back, finished
 from dspark_train.config import Config
 from dspark_train.disk import exclusive, full_disk_explained
@@ -158,6 +158,7 @@ def is_due(config: Config, name: str) -> bool:
     if finished(directory) and not afresh:
         artifact = Artifact.open(directory)
         if artifact.fingerprint == wanted:
+            tidy(directory)
             print(f"{name:<10} finished before, in {artifact.seconds:.1f} s: {directory}")
             return False
     return True

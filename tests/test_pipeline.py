@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark_train.artifacts import Artifact
+from dspark_train.artifacts import OTHERS, SCRATCH, UNFINISHED, Artifact
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.stats import Seconds
 from dspark_train.target import Target
@@ -49,6 +49,18 @@ def test_a_finished_run_does_nothing(tiny_run_finished: Run, tmp_path: Path) -> 
     assert ended.status == 0, ended
     assert ended.out.count("finished before") == 6
     assert fingerprints(tmp_path / "run") == before
+
+
+def test_what_a_kill_behind_the_manifest_leaves_is_removed(
+    tiny_run_finished: Run, tmp_path: Path
+) -> None:
+    capture = tmp_path / "run" / "capture"
+    whole = sorted(path.name for path in capture.iterdir())
+    for name in (UNFINISHED, OTHERS.replace("*", "1")):
+        (capture / name).write_text("{}")
+    (capture / SCRATCH).mkdir()
+    assert tiny_run_finished("stages=[capture]").status == 0
+    assert sorted(path.name for path in capture.iterdir()) == whole
 
 
 def test_a_changed_setting_redoes_what_depends_on_it(
