@@ -20,6 +20,8 @@ from dspark_train.disk import sha256_file, write_atomically
 FORMAT_VERSION = 2
 # what processes other than the first have finished
 OTHERS = "unfinished-*.json"
+# names of what is being written: ours, and those that safetensors writes ours by
+TEMPORARY = (".*.tmp", ".tmp*")
 # of the manifest itself: the SHA-256 of all else in it
 CHECKSUM = "manifest_sha256"
 # deleted once the artifact is finished
@@ -173,8 +175,9 @@ class ArtifactWriter:
             self._files = {name: entry for name, entry in self._files.items() if self.has(name)}
             self._save_marker()  # with what an earlier run's other processes have left
             # what was being written when a process was killed, and what is in our own notes now
-            for path in (*self.directory.glob(".*.tmp"), *self.directory.glob(OTHERS)):
-                path.unlink() if path.is_file() else shutil.rmtree(path)
+            for kind in (*TEMPORARY, OTHERS):
+                for path in self.directory.glob(kind):
+                    path.unlink() if path.is_file() else shutil.rmtree(path)
         ranks.wait()
         self._files, self._begun = self._noted(), True
 

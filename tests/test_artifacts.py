@@ -89,6 +89,19 @@ def test_unfinished_work_is_no_artifact_and_is_continued(place: Path) -> None:
     assert finish(place).file("a").read_bytes() == b"from before"
 
 
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    """Under our name for it, or under the one that safetensors makes up inside of ours."""
+    place = tmp_path / "capture"
+    ArtifactWriter(place, "capture", {}, {}).write("first", b"1")
+    (place / ".second.tmp").write_bytes(b"2")
+    (place / ".tmpBJtXvT").write_bytes(b"22")
+    (place / ".drafter.tmp").mkdir()
+    again = ArtifactWriter(place, "capture", {}, {})
+    again.begin_shared()
+    assert again.has("first")
+    assert {path.name for path in place.iterdir()} == {"first", artifacts.UNFINISHED}
+
+
 def test_a_file_that_changed_size_since_is_written_again(place: Path) -> None:
     writer(place).write("a", b"from before")
     (place / "a").write_bytes(b"from")
