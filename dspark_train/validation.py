@@ -138,8 +138,13 @@ def _training(config: Config) -> Iterator[Check]:
     yield betas, "train.betas", n.betas, "two numbers in [0, 1)"
     for key in ("validation", "warmup", "ema"):
         yield 0 <= getattr(n, key) < 1, f"train.{key}", getattr(n, key), "a share in [0, 1)"
-    choices = {"optimiser": OPTIMISERS, "strategy": STRATEGIES, "keep": KEPT}
-    for key, known in {**choices, "markov_from": MARKOV_FROM}.items():
+    choices = {
+        "optimiser": OPTIMISERS,
+        "markov_from": MARKOV_FROM,
+        "strategy": STRATEGIES,
+        "keep": KEPT,
+    }
+    for key, known in choices.items():
         yield getattr(n, key) in known, f"train.{key}", getattr(n, key), f"one of {known}"
     rates = {"lr_heads": n.lr_heads, **{f"lr_parts.{part}": r for part, r in n.lr_parts.items()}}
     for key, rate in rates.items():

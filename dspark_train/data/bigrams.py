@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from dspark_train.data.datamodule import Features
+from dspark_train.data.spread import spread
 
 # more documents than that change nothing that rank R can hold
 DOCUMENTS = 20_000
@@ -31,14 +32,14 @@ def bigram_factors(
         vocabulary: V.
         rank: R; where it is more than there are pairs to tell apart, the rest is zero.
     """
-    taken = min(len(documents), DOCUMENTS)
+    taken = spread(documents, DOCUMENTS)
     pairs, counts, new = torch.zeros(0, dtype=torch.int64), torch.zeros(0), []
-    for i in range(taken):
-        input_ids, mask = store.tokens(documents[i * len(documents) // taken])
+    for i, number in enumerate(taken, start=1):
+        input_ids, mask = store.tokens(number)
         ids, at = input_ids.long(), mask.bool().nonzero()[:, 0]
         at = at[at > 0]
         new.append(ids[at - 1] * vocabulary + ids[at])
-        if i % TOGETHER == 0 or i + 1 == taken:
+        if i % TOGETHER == 0 or i == len(taken):
             pairs, places = torch.cat((pairs, *new)).unique(return_inverse=True)
             weights = torch.cat((counts, torch.ones(len(places) - len(counts))))
             counts = torch.zeros(len(pairs)).index_add_(0, places, weights)

@@ -7,7 +7,8 @@ from typing import Any
 from dspark_train.artifacts import Artifact
 from dspark_train.config import Config
 from dspark_train.data.prompts import PromptReader
-from dspark_train.stages.rollout import PROMPTS, split_prompts, spread
+from dspark_train.data.spread import spread
+from dspark_train.stages.rollout import PROMPTS, split_prompts
 from dspark_train.target import Target
 
 

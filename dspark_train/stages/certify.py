@@ -15,6 +15,7 @@ import torch
 
 from dspark_train.config import Config
 from dspark_train.data.encode import encode_prompts
+from dspark_train.data.spread import spread
 from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.audit import audit
 from dspark_train.decoding.batch import decode_all
@@ -61,8 +62,7 @@ def run(config: Config) -> None:
         encoded = Path(folder) / "prompts.jsonl"
         encode_prompts(config.prompts, "last", decoder.target, encoded)
         rows = [json.loads(line) for line in encoded.read_text().splitlines()]
-    count = min(config.certify.prompts, len(rows))
-    prompts = [rows[i * len(rows) // count] for i in range(count)]
+    prompts = spread(rows, config.certify.prompts)
     bench = Bench(config, decoder, prompts)
     checks = []
     for make in (bench.law, bench.faults, bench.samples, bench.greedy, bench.caches):

@@ -9,11 +9,11 @@ continues with the next one and ends with the same tokens.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
@@ -25,6 +25,7 @@ from dspark_train.data.conversation import answer_all
 from dspark_train.data.encode import encode_prompts, given_rows
 from dspark_train.data.endpoint import EndpointAnswers
 from dspark_train.data.prompts import said_lines
+from dspark_train.data.spread import spread
 from dspark_train.decoding.loading import load_proposer
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.disk import check_space, nearest_folder, sha256_file, write_atomically
@@ -33,7 +34,6 @@ from dspark_train.stages.targets import load_target, target_settings
 from dspark_train.target import Target
 
 SHARED = True
-T = TypeVar("T")
 PROMPTS = "prompts.jsonl"
 COUNTS = "prompt_counts.json"
 PREFIX = "rollouts-"
@@ -247,9 +247,3 @@ def split_prompts(rollout: Artifact, part: str, count: int) -> list[dict[str, An
             f"prompts.{part}"
         )
     return spread(chosen, count)
-
-
-def spread(rows: Sequence[T], count: int) -> list[T]:
-    """At most `count` of `rows`, evenly over their order."""
-    taken = min(count, len(rows))
-    return [rows[i * len(rows) // taken] for i in range(taken)]

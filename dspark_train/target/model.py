@@ -195,7 +195,7 @@ class Target:
         if config._attn_implementation != "sdpa":
             return
         cache = partial(DynamicCache, config=self.model.config) if self.recurrent else DynamicCache
-        expected, _ = trial(self.forward, cache, self.device)
+        expected = trial(self.forward, cache, self.device)
         config._attn_implementation = GROUPED
         if not gives(expected, self.forward, cache, self.device):  # it knows "sdpa" by its name
             config._attn_implementation = "sdpa"

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from dspark_train.target.head import TargetHead
 from dspark_train.target.mixers import kept_by_layers
-from dspark_train.target.packing import close, second_row, trial
+from dspark_train.target.packing import SECOND, alone, close, trial
 
 
 def refuse_unsupported(name: str, config: PretrainedConfig) -> None:
@@ -102,8 +102,8 @@ def probe_rows(name: str, model: PreTrainedModel, forward: Callable[..., Any]) -
         ValueError: naming the target.
     """
     try:
-        rows, alone = trial(forward, DynamicCache, model.device)
-        followed = close(second_row(rows), alone)
+        rows = trial(forward, DynamicCache, model.device)
+        followed = close(rows[SECOND], alone(forward, DynamicCache, model.device))
     except Exception as error:  # whatever a family does with a mask that it does not know
         raise ValueError(
             f"target {name}: {type(model).__name__} does not take the masks of rows of different "
