@@ -69,6 +69,10 @@ class Columns:
         self._learn(live, reached)
         self.current = None
 
+    def price(self, costs: CostTable) -> None:
+        self.costs = costs
+        self.alone.price(convex(costs))
+
     def _learn(self, survived: np.ndarray, reached: np.ndarray) -> None:
         """Count survivals `[R, K]` of slots that requests have reached; who is cut off earlier,
         near its end for example, says nothing about the slots behind.

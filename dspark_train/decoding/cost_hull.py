@@ -15,10 +15,19 @@ from dspark_train.decoding.cost_table import CostTable
 Point = tuple[float, float]
 
 
-def convex(costs: CostTable) -> CostTable:
-    """The table under its hull, at every size up to the largest."""
-    sizes = np.arange(1, max(costs.tokens) + 1)
-    rows = tuple(tuple(_hull(costs.tokens, row, sizes).tolist()) for row in costs.seconds)
+def convex(costs: CostTable, low: int = 1, high: int | None = None) -> CostTable:
+    """The table under its hull, at every size from `low` to `high`, or to the largest.
+
+    Only the measurements that enclose these sizes take part: others would draw the hull to prices
+    that nobody is about to pay.
+    """
+    known = np.array(costs.tokens)
+    high = min(high or known[-1], known[-1])
+    first = max(int(known.searchsorted(low, side="right")) - 1, 0)
+    last = int(known.searchsorted(high)) + 1
+    corners = known[first:last]
+    sizes = np.arange(corners[0], corners[-1] + 1)
+    rows = tuple(tuple(_hull(corners, row[first:last], sizes).tolist()) for row in costs.seconds)
     return replace(costs, tokens=tuple(sizes.tolist()), seconds=rows)
 
 

@@ -37,6 +37,10 @@ class Difficulty:
         self.ids: list[Hashable] = []
         self.counts = np.zeros((0, 2, slots))
 
+    def price(self, costs: CostTable) -> None:
+        """From now on these are the costs."""
+        self.costs = costs
+
     def survival(self, ids: Sequence[Hashable]) -> np.ndarray:
         """Expected survivals, float32 `[R, K]`."""
         counts = self._counts(ids)

@@ -77,6 +77,9 @@ class Policy(Protocol):
     def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
         """The verdicts `[R]` of the round: drafts whose verdict counts, and accepted ones."""
 
+    def price(self, costs: CostTable) -> None:
+        """From now on these are the costs, if it reads any."""
+
 
 class DraftsAll:
     """The part of a policy that only decides about verifying."""
@@ -85,6 +88,9 @@ class DraftsAll:
         return np.asarray(waiting.limits)
 
     def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
+        pass
+
+    def price(self, costs: CostTable) -> None:
         pass
 
 
@@ -124,6 +130,9 @@ class Prefix(DraftsAll):
 
     def __init__(self, costs: CostTable, temperatures: Sequence[float]) -> None:
         self.costs, self.temperatures = costs, np.asarray(temperatures, dtype=np.float64)
+
+    def price(self, costs: CostTable) -> None:
+        self.costs = costs
 
     def survival(self, drafts: Drafts, name: str = "prefix") -> np.ndarray:
         """Live survivals `[R, K]`."""
@@ -185,22 +194,27 @@ class Capacity(DraftsAll):
             self.earlier.append(self.current)
             self.current = None
 
+    def price(self, costs: CostTable) -> None:
+        self.prefix.price(costs)
+
 
 class Auto:
     """Requests that are hard to guess draft shorter or not at all; live confidences do the rest.
 
-    Which drafts are verified says Algorithm 1 on the convex hull of the costs. Where the curve has
-    cliffs at the sizes in question, `Capacity` says it. Without confidences, recent verdicts alone
-    decide how much is drafted, and all of it is verified.
+    Which drafts are verified says Algorithm 1 on the convex hull of the costs, at the sizes that so
+    many requests can have. Where the curve has cliffs there, `Capacity` says it. Without
+    confidences, recent verdicts alone decide how much is drafted, and all of it is verified.
     """
 
     def __init__(self, costs: CostTable, temperatures: Sequence[float], lag: int = LAG) -> None:
-        smooth = convex(costs)
+        self.costs, self.hulls = costs, {}
         self.capacity = Capacity(costs, temperatures, lag)
-        self.prefix, self.cliffs = Prefix(smooth, temperatures), cliffs(costs)
-        self.difficulty = Difficulty(smooth, len(temperatures))
+        self.prefix, self.cliffs = Prefix(costs, temperatures), cliffs(costs)
+        self.difficulty = Difficulty(costs, len(temperatures))
 
     def draft_lengths(self, waiting: Waiting) -> np.ndarray:
+        requests = len(waiting.ids)
+        self.difficulty.price(self._hull(requests))
         return self.difficulty.draft_lengths(
             waiting.ids, np.asarray(waiting.limits), waiting.context
         )
@@ -210,12 +224,24 @@ class Auto:
             return np.asarray(drafts.drafted)
         # the number of requests and the table decide, so this choice anticipates nothing
         requests, slots = drafts.confidence.shape
-        rough = self.cliffs[requests : requests * (slots + 1) + 1].max(initial=0.0) > CLIFF / 2
-        return (self.capacity if rough else self.prefix).verify_lengths(drafts)
+        if self.cliffs[requests : requests * (slots + 1) + 1].max(initial=0.0) > CLIFF / 2:
+            return self.capacity.verify_lengths(drafts)
+        self.prefix.price(self._hull(requests))
+        return self.prefix.verify_lengths(drafts)
 
     def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
         self.capacity.observe(ids, judged, accepted)
         self.difficulty.observe(ids, judged, accepted)
+
+    def price(self, costs: CostTable) -> None:
+        self.costs, self.hulls = costs, {}
+        self.capacity.price(costs)  # where the cliffs are stays: noise looks like cliffs
+
+    def _hull(self, requests: int) -> CostTable:
+        if requests not in self.hulls:
+            largest = requests * (self.difficulty.slots + 1)
+            self.hulls[requests] = convex(self.costs, requests, largest)
+        return self.hulls[requests]
 
 
 def confidences(drafts: Drafts, name: str) -> np.ndarray:

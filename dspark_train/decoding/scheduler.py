@@ -26,7 +26,8 @@ from dspark_train.decoding.policies import (
 )
 from dspark_train.decoding.proposers import Proposal
 from dspark_train.decoding.request import Request
-from dspark_train.decoding.stats import Round
+from dspark_train.decoding.running_costs import RunningCosts
+from dspark_train.decoding.stats import Round, Seconds
 
 WITH_COSTS = {"prefix": Prefix, "capacity": Capacity, "columns": Columns, "auto": Auto}
 POLICIES = ", ".join(("fixed", "fixed:LENGTH", "threshold:PROBABILITY", *WITH_COSTS))
@@ -81,10 +82,18 @@ class Scheduled:
         slots: K, drafts of a proposal at most.
         temperatures: `[K]` that the policy reads; written to when calibration is found to drift.
             None: nobody watches.
+        costs: of the policy, which it is told of as rounds correct them. None: they stay.
     """
 
-    def __init__(self, policy: Policy, slots: int, temperatures: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        slots: int,
+        temperatures: np.ndarray | None = None,
+        costs: RunningCosts | None = None,
+    ) -> None:
         self.policy, self.slots, self.temperatures = policy, slots, temperatures
+        self.costs, self.drafted = costs, np.zeros(0, dtype=np.int64)
         self.monitor, self.turn = None, 0
         if temperatures is not None:
             self.monitor = DriftMonitor(torch.from_numpy(temperatures.copy()))
@@ -92,26 +101,46 @@ class Scheduled:
     def limits(self, requests: Sequence[Request]) -> list[int]:
         room = np.clip([request.remaining - 1 for request in requests], 0, self.slots)
         waiting = Waiting([id(request) for request in requests], room, _context(requests))
-        return self.policy.draft_lengths(waiting).tolist()
+        lengths = self.policy.draft_lengths(waiting)
+        trial = None if self.costs is None else self.costs.trial(self.turn, self.slots)
+        return (lengths if trial is None else np.minimum(lengths, trial)).tolist()
 
     def schedule(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
-        drafted = np.array([len(proposal.tokens) for proposal in proposals])
+        self.drafted = drafted = np.array([len(proposal.tokens) for proposal in proposals])
         if not drafted.any():
             return drafted.tolist()
         logits = _confidences(proposals)
         return self.policy.verify_lengths(Drafts(logits, drafted, _context(requests))).tolist()
 
     def observe(self, requests: Sequence[Request], rounds: Sequence[Round]) -> None:
+        self.turn += 1
         ids = [id(request) for request in requests]
         judged = np.array([one.judged for one in rounds])
         self.policy.observe(ids, judged, np.array([one.accepted for one in rounds]))
         if self.monitor is not None:
             self._watch(rounds)
+        if self.costs is not None:
+            self._time(requests, rounds, self.costs)
+
+    def _time(
+        self, requests: Sequence[Request], rounds: Sequence[Round], costs: RunningCosts
+    ) -> None:
+        """Correct the costs by what the round took."""
+        parts = zip(*(one.seconds for one in rounds), strict=True)
+        took = Seconds(*map(sum, parts))
+        drafting, count = took.draft + took.walk, np.count_nonzero(self.drafted)
+        if count:
+            share = (self.drafted.max() - 1) / max(self.slots - 1, 1)
+            costs.observe_drafting(count, share, drafting)
+        # who drafts nothing still pays for reading what the target says
+        rest = sum(took) - (drafting if count else 0.0)
+        costs.observe(sum(one.proposed + 1 for one in rounds), _context(requests), rest)
+        if costs.due():
+            self.policy.price(costs.corrected())
 
     def _watch(self, rounds: Sequence[Round]) -> None:
         """Look at one request of the round, another one every time: enough, and cheap."""
         one = rounds[self.turn % len(rounds)]
-        self.turn += 1
         if one.confidence:
             logits = torch.zeros(self.slots)
             logits[: len(one.confidence)] = torch.tensor(one.confidence)
@@ -140,6 +169,7 @@ def make_scheduler(
     *,
     padded: bool = True,
     watch: bool = False,
+    follow: bool = False,
 ) -> Scheduler:
     """A scheduler by name: fixed, fixed:3, threshold:0.6, prefix, capacity, columns or auto.
 
@@ -151,6 +181,7 @@ def make_scheduler(
         padded: passes are as wide as their longest request (the target does not `packs_rows`);
             then auto is columns, else `Auto`.
         watch: warn when calibration drifts, and fit the temperatures anew on what is served.
+        follow: correct `costs` by what rounds really take.
 
     Raises:
         ValueError: an unknown name, a number out of range, or no cost table where it is needed.
@@ -168,7 +199,8 @@ def make_scheduler(
         return Scheduled(Threshold(float(number), scale), slots, watched)
     if costs is None:
         raise ValueError(f"policy {name} needs a cost table: measure one, or give a file")
-    return Scheduled(WITH_COSTS[kind](costs, scale), slots, watched)
+    running = RunningCosts(costs) if follow else None
+    return Scheduled(WITH_COSTS[kind](costs, scale), slots, watched, running)
 
 
 def _context(requests: Sequence[Request]) -> float:

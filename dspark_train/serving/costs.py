@@ -11,7 +11,7 @@ CONTEXT = 32
 
 
 def engine_costs(engine: Engine, slots: int, *, budget: float = 2.0) -> CostTable:
-    """Seconds of target passes over 1 to `rows · (slots + 1)` tokens, and of drafter passes.
+    """Seconds of rounds of 1 to `rows · (slots + 1)` tokens without drafting, and of drafting.
 
     A pass of B tokens is measured as requests of equal width: as many as give B, or the fewest
     tokens above it. The engine's scheduler is put back afterwards.
@@ -66,11 +66,12 @@ class _Bench:
         return self._round(rows, self.slots if whole else 1)[0]
 
     def _round(self, rows: int, width: int) -> tuple[float, float]:
-        """Seconds in the drafter and in the target."""
+        """Seconds of drafting, and of all else."""
         self.fill(rows)
         self.engine.scheduler = Fixed(width)
         seconds = [one.seconds for one in self.engine.step()]
-        return sum(s.draft + s.walk for s in seconds), sum(s.verify for s in seconds)
+        drafting = sum(s.draft + s.walk for s in seconds)
+        return drafting, sum(map(sum, seconds)) - drafting
 
     def fill(self, rows: int) -> None:
         """Have `rows` requests that are far from their ends."""

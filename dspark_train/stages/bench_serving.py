@@ -67,7 +67,12 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
             start = turn % len(b.policies)
             for name in b.policies[start:] + b.policies[:start]:
                 engine.scheduler = make_scheduler(
-                    name, slots, costs, temperatures, padded=not engine.target.packs_rows
+                    name,
+                    slots,
+                    costs,
+                    temperatures,
+                    padded=not engine.target.packs_rows,
+                    follow=True,
                 )
                 row, answers = measure(config, engine, ids, load)
                 rows.append({"policy": name, "concurrency": load, "round": turn, **row})

@@ -79,6 +79,7 @@ def make_engine(config: Config) -> Engine:
         temperatures,
         padded=not engine.target.packs_rows,
         watch=temperatures is not None,
+        follow=True,
     )
     return engine
 

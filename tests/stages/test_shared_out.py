@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ SHARDS = (
     "rollout.max_new_tokens=24",
 )
 KILLS = 20
+# what Python reports of work on files, https://docs.python.org/3/library/audit_events.html
+FILE_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
 
 
 def command(target: Path, prompts: Path, run: Path, *given: str) -> list[str]:
@@ -107,62 +110,66 @@ def test_kill_9_at_twenty_moments(
 ) -> None:
     """Killed at random moments of its work, again and again, it ends with the bytes of a whole run.
 
-    Between being killed and going on, nothing is cleaned up. A fork that has loaded everything
-    stands for the new process, so that moments fall into the stage and not into imports.
+    Between being killed and going on, nothing is cleaned up. A moment is a little after something
+    happens to a file of the stage, so that slow machines do not move it. A fork that has loaded
+    everything stands for the new process.
     """
-    run = tmp_path / "run"
+    run, log = tmp_path / "run", tmp_path / "out.log"
     if stage == "capture":
         shutil.copytree(whole / "rollout", run / "rollout")
     given = command(tiny_target_folder, prompts, run, f"stages=[{stage}]")
-    dice, killed, hits = random.Random(stage), 0, 0
-    span = Artifact.open(whole / stage).seconds
+    dice, killed, events = random.Random(stage), 0, 0
     while killed < KILLS:
-        before = state(run / stage)
-        child = fork_main(given[3:], run.parent / "out.log")
-        time.sleep(dice.uniform(0.3, 1.0) * span)
-        os.kill(child, signal.SIGKILL)
+        moment = dice.randint(1, events) if events else 0
+        child = fork_main(given[3:], log, run / stage, moment, dice.uniform(1e-6, 0.01))
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status):
+            assert os.WTERMSIG(status) == signal.SIGALRM, log.read_text()
             killed += 1
-            hit = state(run / stage) != before
-            hits += hit
-            span *= 1.0 if hit else 1.3  # it had not come to its work
-        else:  # it was faster: the same bytes, and another run from the beginning
-            assert os.WEXITSTATUS(status) == 0, (run.parent / "out.log").read_text()
+        else:  # less was left to do: the same bytes, and another run from the beginning
+            assert os.WEXITSTATUS(status) == 0, log.read_text()
             assert contents_of(run, stage) == contents_of(whole, stage)
             shutil.rmtree(run / stage)
-            span *= 0.8
-    assert hits >= KILLS // 4  # the moments were in the middle of the work
+            events = events or int(log.read_text().split()[-1])
     subprocess.run(given, check=True, capture_output=True)
     assert contents_of(run, stage) == contents_of(whole, stage)
-
-
-def state(folder: Path) -> dict[str, int]:
-    """Everything in a folder, with the times of the last change."""
-    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def contents_of(run: Path, stage: str) -> dict[str, bytes]:
     return {n: c for n, c in contents(run).items() if n.startswith(f"{stage}/")}
 
 
-def fork_main(given: list[str], log: Path) -> int:
-    """Run the command line in a fork of this process; its number."""
+def fork_main(given: list[str], log: Path, folder: Path, moment: int, delay: float) -> int:
+    """Run the command line in a fork of this process; its number.
+
+    `delay` seconds after the `moment`-th event in `folder`, the kernel ends it; the log ends with
+    the number of events where that does not happen.
+    """
     from dspark_train.__main__ import main
 
     child = os.fork()
     if child:
         return child
-    status = 1
+    seen, status = 0, 1
+
+    def count(event: str, arguments: tuple) -> None:
+        nonlocal seen
+        if event in FILE_EVENTS and str(arguments[0]).startswith(f"{folder}/"):
+            seen += 1
+            if seen == moment:
+                signal.setitimer(signal.ITIMER_REAL, delay)
+
     try:
         with log.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a process as kill -9 does
+            sys.addaudithook(count)
             sys.argv = ["dspark_train", *given]
-            main()
-            status = 0
-    except SystemExit as error:
-        print(error)
-        status = 1
+            sys.stdout = sys.stderr = file
+            try:
+                main()
+                print(seen)
+                status = 0
+            except BaseException:  # a refusal is a SystemExit
+                traceback.print_exc()
     finally:
         os._exit(status)

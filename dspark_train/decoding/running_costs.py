@@ -1,0 +1,113 @@
+"""A cost table that is corrected by what the rounds of an engine really take.
+
+A table is measured on equal requests while nobody asks. Served rounds have unequal ones, longer
+contexts, and share the machine with the load. All of that is seen in their seconds. They belong to
+rounds that are over, so no decision about a draft anticipates anything by them.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from dspark_train.decoding.cost_table import CostTable
+
+# rounds are counted at so many sizes per octave, and tell about sizes near them by that distance
+GRID, WIDTH = 4, 0.25
+# of what was seen so far, the share that one more round leaves; and how many rounds of a size
+# itself weigh as much as all others
+KEEP, PRIOR = 0.998, 0.25
+# a round interrupted by something else is no news about its size
+LIKELY = 4.0
+# seconds of rounds between two corrections: sizes and hulls are computed anew
+PAUSE = 0.25
+# rounds between two that are smaller than the policy wants
+LOOK = 48
+
+
+class RunningCosts:
+    """Ratios of real to tabulated seconds: one per size of the target's pass, one for drafting.
+
+    Sizes that were not served take what a line through all others says, ratio over size, both as
+    logarithms.
+
+    Args:
+        table: measured or given. Its seconds may leave out what every round takes beside the
+            target's pass: that is learnt too.
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self.octaves = np.log2(table.tokens)
+        self.grid = np.arange(0.0, self.octaves[-1] + 1.0, 1.0 / GRID)
+        self.kernel = np.exp(-0.5 * ((self.grid[:, None] - self.octaves) / WIDTH) ** 2)
+        # sums of log ratios and of weights: per size of the grid, and of drafting
+        self.rounds, self.drafts = np.zeros((2, len(self.grid))), np.zeros(2)
+        self.since = 0.0
+
+    def observe(self, tokens: int, context: float, seconds: float) -> None:
+        """What all but drafting took in a round of so many tokens, anchors included."""
+        self.since += seconds
+        table = self.table
+        behind = [np.interp(context, table.contexts, at) for at in zip(*table.seconds, strict=True)]
+        # the table itself prices a size that nobody measured as dear
+        expected = np.interp(tokens, table.tokens, behind)
+        expected *= max(tokens / table.tokens[-1], 1.0)
+        at = min(round(GRID * np.log2(tokens)), len(self.grid) - 1)
+        log = _log_ratio(seconds, expected, self.rounds.sum(1))
+        self.rounds *= KEEP
+        self.rounds[:, at] += log, 1.0
+
+    def observe_drafting(self, requests: int, share: float, seconds: float) -> None:
+        """What drafting took for so many requests; `share` as in `CostTable.drafting_seconds`."""
+        self.since += seconds
+        expected = self.table.drafting_seconds(requests, share)[requests]
+        if expected > 0:
+            log = _log_ratio(seconds, expected, self.drafts)
+            self.drafts *= KEEP
+            self.drafts += log, 1.0
+
+    def trial(self, turn: int, slots: int) -> int | None:
+        """How many drafts a request may have in round `turn`, by turns none and half of them; None:
+        as many as the policy wants.
+
+        A policy that always takes the same size learns what it costs, and never whether a smaller
+        one would be cheaper. Looked for often at first: in rounds 1, 2, 4, … and every `LOOK`.
+        """
+        early = turn.bit_length() - 1 if 0 < turn < LOOK and turn & (turn - 1) == 0 else None
+        number = turn // LOOK if turn and turn % LOOK == 0 else early
+        return None if number is None else (number % 2) * (slots // 2)
+
+    def due(self) -> bool:
+        """Whether enough has happened since the last call that said so."""
+        if self.since < PAUSE:
+            return False
+        self.since = 0.0
+        return True
+
+    def corrected(self) -> CostTable:
+        """The table at the speed of now."""
+        logs, weights = self.rounds
+        mean, at = _mean(self.rounds.sum(1)), self.grid @ weights / max(weights.sum(), 1.0)
+        away = self.grid - at
+        slope = away @ (logs - mean * weights) / (away**2 @ weights + PRIOR)
+        beside = (logs - (mean + slope * away) * weights) @ self.kernel
+        beside /= weights @ self.kernel + PRIOR
+        ratios = np.exp(mean + slope * (self.octaves - at) + beside)
+        draft = float(np.exp(_mean(self.drafts)))
+        return replace(
+            self.table,
+            seconds=tuple(tuple((np.array(row) * ratios).tolist()) for row in self.table.seconds),
+            draft_seconds=tuple(draft * one for one in self.table.draft_seconds),
+            draft_one=tuple(draft * one for one in self.table.draft_one),
+        )
+
+
+def _mean(sums: np.ndarray) -> float:
+    return float(sums[0] / sums[1]) if sums[1] else 0.0
+
+
+def _log_ratio(seconds: float, expected: float, so_far: np.ndarray) -> float:
+    """Of real to expected, not far from the mean so far, if there is one."""
+    log = float(np.log(max(seconds, 1e-9) / expected))
+    reach = np.log(LIKELY) if so_far[1] else np.inf
+    return float(np.clip(log, _mean(so_far) - reach, _mean(so_far) + reach))
