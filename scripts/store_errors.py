@@ -26,6 +26,7 @@ from dspark_train.data.encoding import STORED, decode, encode, token_bytes
 from dspark_train.data.forward import target_states
 from dspark_train.data.rollouts import RolloutDocuments
 from dspark_train.data.shard import Document
+from dspark_train.data.spread import spread
 from dspark_train.data.store import FeatureStore
 from dspark_train.noise import silence_libraries
 from dspark_train.stages.targets import load_target, require_same_target
@@ -131,15 +132,14 @@ def compare_numbers(run: Path, count: int, num_taps: int) -> None:
     target = Target.load(recorded["name"], revision=recorded["revision"], dtype="float32")
     taps = default_taps(target.num_layers, num_taps)
     documents = RolloutDocuments(rollout, max_length=1024)
-    count = min(count, len(documents))
-    chosen = [documents.document(i * len(documents) // count) for i in range(count)]
+    chosen = [documents.document(number) for number in spread(range(len(documents)), count)]
     states = [next(target_states(target, [d.input_ids], taps)) for d in chosen]
     features = torch.cat([f for f, _ in states])
     hidden = torch.cat([h[:-1][d.loss_mask[1:]] for d, (_, h) in zip(chosen, states, strict=True)])
     probs = target.head.logits(hidden).softmax(-1)
     supervised = len(hidden) / len(features)
     print(
-        f"{target.name}: {count} documents, {len(features):,} tokens, "
+        f"{target.name}: {len(chosen)} documents, {len(features):,} tokens, "
         f"{100 * supervised:.0f} % supervised, taps {list(taps)}"
     )
     names = [f"tap {i}" for i in taps]

@@ -10,6 +10,7 @@ from dspark_train.config import CaptureConfig, Config
 from dspark_train.data.encoding import STORED, encode, token_bytes
 from dspark_train.data.forward import target_states
 from dspark_train.data.layout import batches
+from dspark_train.data.spread import spread
 from dspark_train.disk import nearest_folder
 from dspark_train.stages.capture import Plan, make_plan
 from dspark_train.stages.stage import said
@@ -45,7 +46,7 @@ def run(config: Config) -> None:
 def tokens_per_second(c: CaptureConfig, target: Target, plan: Plan) -> tuple[float, int]:
     """Tokens captured in a second, without the writing; and how many passes were timed."""
     every = list(batches(plan.order, plan.documents.lengths, c.batch_tokens))
-    chosen = [every[i * len(every) // TIMED_PASSES] for i in range(min(TIMED_PASSES, len(every)))]
+    chosen = spread(every, TIMED_PASSES)
     tokens = 0
     for batch in (chosen[0], *chosen):  # the first pass only warms up
         rows = [plan.documents.document(n).input_ids for n in batch]

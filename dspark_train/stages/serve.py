@@ -98,6 +98,7 @@ def measured(engine: Engine, slots: int, file: str | None, seconds: float) -> Co
         return CostTable.load(file)
     if file is not None and not Path(file).parent.is_dir():
         raise ValueError(f"serve.cost_table={file}: there is no folder {Path(file).parent}")
+    print(f"{'costs':<10} timing rounds of every size for about {seconds:g} s", flush=True)
     costs = engine_costs(engine, slots, budget=seconds)
     if file is not None:
         costs.save(file)
