@@ -25,6 +25,7 @@ JAGGED = CostTable.from_steps_per_second((1.0, 0.9, 0.85, 0.58, 0.6, 0.62, 0.5))
 # the price of drafting matters, so that difficulty-aware drafting decides something
 DEAR = CostTable(JAGGED.tokens, (0,), JAGGED.seconds, (1, 2), (0.3, 0.9))
 FLAT = CostTable.from_steps_per_second((1.0,) * 8)
+STEEP = CostTable.from_steps_per_second([0.5**n for n in range(8)])
 
 
 class Retrospective(Prefix):
@@ -65,6 +66,22 @@ class DraftsByLuck(Auto):
         return np.where(live[:, -1] > live[:, -1].mean(), drafts.drafted, 0)
 
 
+class Following(Auto):
+    """Lawful: prices follow what became of earlier rounds, as seconds of real ones might."""
+
+    def observe(self, ids, judged, accepted):
+        super().observe(ids, judged, accepted)
+        self.price(FLAT if accepted.any() else STEEP)
+
+
+class FollowingTooSoon(Prefix):
+    """Unlawful: prices follow the drafts that they decide about."""
+
+    def verify_lengths(self, drafts):
+        self.price(FLAT if drafts.confidence[0, -1] > 0 else STEEP)
+        return super().verify_lengths(drafts)
+
+
 ONES = (1.0, 1.0)
 LAWFUL = {
     "fixed 0": lambda costs: FirstDrafts(0),
@@ -76,6 +93,7 @@ LAWFUL = {
     "capacity of two rounds ago": lambda costs: Capacity(costs, ONES),
     "auto": lambda costs: Auto(costs, ONES, lag=1),
     "columns": lambda costs: Columns(costs, ONES),
+    "auto, prices follow": lambda costs: Following(costs, ONES, lag=1),
 }
 UNLAWFUL = {
     "retrospective": lambda costs: Retrospective(costs, ONES),
@@ -83,6 +101,7 @@ UNLAWFUL = {
     "mean of the block": lambda costs: MeanOfBlock(0.5, ONES),
     "auto on retrospective": lambda costs: AutoOnRetrospective(costs, ONES),
     "drafts by luck": lambda costs: DraftsByLuck(costs, ONES),
+    "prices follow too soon": lambda costs: FollowingTooSoon(costs, ONES),
 }
 TABLES = {"jagged": JAGGED, "dear drafts": DEAR, "flat": FLAT}
 
