@@ -30,7 +30,8 @@ class TargetConfig:
     """The frozen model. `name` is a hub id, a folder, or `package:NAME` (weights in a package).
 
     `dtype` "auto": bfloat16 where the hardware multiplies it, else float32. `pack` lays out weights
-    on a CPU for passes over few tokens (`target/cpu.py`).
+    on a CPU for passes over few tokens (`target/cpu.py`). `graphs` decodes at fixed shapes, on CUDA
+    as recorded graphs (`decoding/recording.py`).
     """
 
     name: str = MISSING
@@ -39,6 +40,7 @@ class TargetConfig:
     device: str = "auto"
     attn_implementation: str = "auto"
     pack: bool = True
+    graphs: bool = False
     cache_dir: str | None = None
 
 

@@ -7,7 +7,8 @@ What a cache holds is what its own forward passes consumed. A committed token th
 read yet (the anchor) is in no cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class KVCache(Cache):
         self.active = (0, num_rows)
         self.end = 0
         self.scatter: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.planned = False
         self._staircase: torch.Tensor | None = None
         self.first, self.last = 0, num_layers - 1  # layers in which a pass begins and ends
         super().__init__(layers=[RowLayer(self, index) for index in range(num_layers)])
@@ -73,6 +75,8 @@ class KVCache(Cache):
 
     def plan(self, rows: int, q: int, device: torch.device) -> None:
         """Where the pass that begins writes; called by its first layer."""
+        if self.planned:
+            return
         lengths = self.active_lengths
         if rows != len(lengths):
             raise ValueError(
@@ -85,8 +89,31 @@ class KVCache(Cache):
             columns = torch.tensor(lengths, device=device)[:, None] + torch.arange(q, device=device)
             self.scatter = torch.arange(rows, device=device)[:, None], columns
 
+    @contextmanager
+    def writing(self, places: tuple[torch.Tensor, torch.Tensor], end: int) -> Iterator[None]:
+        """Within, a pass over the first rows writes where it is told, and lengths stay as they are.
+
+        Args:
+            places: rows `[n, 1]` and positions `[n, q]`.
+            end: positions that attention sees, at most the capacity.
+        """
+        active, self.active = self.active, (0, len(places[0]))
+        self.scatter, self.end, self.planned = places, end, True
+        try:
+            yield
+        finally:
+            self.active, self.planned = active, False
+
+    def grow(self) -> None:
+        """Have storage for the whole capacity now, where there is any."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.grow()
+
     def advance(self, q: int) -> None:
         """The active rows hold q more positions; called by the last layer of a pass."""
+        if self.planned:
+            return
         for row in range(*self.active):
             self.lengths[row] += q
 
@@ -205,12 +232,8 @@ class KVCache(Cache):
                     return None
                 return self._stairs(longest, q, dtype, device)
             window = longest + q
-        columns = torch.arange(longest + q, device=device)
         last = torch.tensor(lengths, device=device)[:, None] + torch.arange(q, device=device)
-        hidden = (columns > last[:, :, None]) | (columns <= last[:, :, None] - window)
-        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
-            hidden, torch.finfo(dtype).min
-        )[:, None]
+        return additive_mask(last, longest + q, dtype, window)
 
     def _stairs(
         self, past: int, q: int, dtype: torch.dtype, device: torch.device | str
@@ -224,6 +247,24 @@ class KVCache(Cache):
             self._staircase = stairs
         room = stairs.shape[1] - stairs.shape[0]
         return stairs[None, None, :q, room - past : room + q]
+
+
+def additive_mask(
+    last: torch.Tensor, end: int, dtype: torch.dtype, window: int | None = None
+) -> torch.Tensor:
+    """Attention mask `[n, 1, q, end]` of tokens at positions `last` `[n, q]`.
+
+    Args:
+        window: positions that a token sees, its own included; None: all before it.
+    """
+    columns = torch.arange(end, device=last.device)
+    hidden = columns > last[:, :, None]
+    if window is not None:
+        hidden = hidden | (columns <= last[:, :, None] - window)
+    lowest = torch.finfo(dtype).min
+    return torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, lowest)[
+        :, None
+    ]
 
 
 class DraftCache(KVCache):
@@ -242,9 +283,9 @@ class DraftCache(KVCache):
             layer.update(keys, values)
         self.truncate(lengths)
 
-    def context(self) -> list[KeysValues]:
-        """Views `[n, H, longest, d]` of the active rows per layer."""
-        (start, stop), end = self.active, max(self.active_lengths)
+    def context(self, end: int | None = None) -> list[KeysValues]:
+        """Views `[n, H, end, d]` of the active rows per layer; None: up to the longest."""
+        (start, stop), end = self.active, end or max(self.active_lengths)
         return [
             (layer.keys[start:stop, :, :end], layer.values[start:stop, :, :end])
             for layer in self.layers

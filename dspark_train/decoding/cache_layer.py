@@ -37,7 +37,7 @@ class RowLayer(CacheLayerMixin):
             cache.plan(key_states.shape[0], q, key_states.device)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._grow()
+        self.grow()
         start, stop, end = *cache.active, cache.end
         keys, values = self.keys[start:stop], self.values[start:stop]
         if cache.scatter is None:
@@ -59,7 +59,8 @@ class RowLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
 
-    def _grow(self) -> None:
+    def grow(self) -> None:
+        """Have storage for the capacity of the cache."""
         held, capacity = self.keys.shape[2], self._cache.capacity
         if held == capacity:
             return

@@ -18,6 +18,7 @@ from time import perf_counter
 import torch
 
 from dspark_train.decoding.cache import KVCache
+from dspark_train.decoding.fixed_pass import FixedPasses
 from dspark_train.decoding.proposers import Proposal, Proposer, Tree, TreeProposer
 from dspark_train.decoding.ragged import read_ragged
 from dspark_train.decoding.request import Request, RequestError
@@ -70,9 +71,8 @@ class Engine:
             self.decide = decide_trees
         self.reading: Request | None = None
         self.cache = KVCache.of(target, rows + reads_ahead)
+        self.fixed = FixedPasses(target, self.cache, rows, proposer.taps) if target.graphs else None
         proposer.open(rows + reads_ahead)
-        # transformers looks for the device among the parameters at every call
-        self.device, self.dtype = target.device, target.dtype
 
     @property
     def free(self) -> int:
@@ -261,15 +261,18 @@ class Engine:
             [request.tokens[-1], *proposal.tokens]
             for request, proposal in zip(self.requests, proposals, strict=True)
         ]
+        logits = None
         if isinstance(proposals[0], Tree):
             output = read_trees(self.target, self.cache, read, proposals, self.proposer.taps)
+        elif self.fixed is not None:
+            output, logits = self.fixed.read(read)
         else:
             output = read_ragged(self.target, self.cache, read, self.proposer.taps)
-        hidden = output.last_hidden
-        width = hidden.shape[1]
+        width = output.last_hidden.shape[1]
         places = [i * width + k for i, tokens in enumerate(read) for k in range(len(tokens))]
-        flat = hidden.flatten(0, 1)
-        return self._logits(flat if len(places) == len(flat) else flat[places]), output
+        flat = (output.last_hidden if logits is None else logits).flatten(0, 1)
+        flat = flat if len(places) == len(flat) else flat[places]
+        return self._logits(flat) if logits is None else flat[:, : self.vocabulary], output
 
     def _read(
         self, first: int, requests: Sequence[Request], read: Sequence[Sequence[int]]

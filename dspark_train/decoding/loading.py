@@ -74,7 +74,7 @@ def block_proposer(
     vocabulary = usable_vocabulary(target.tokenizer, target.vocab_size)
     if tree is not None:
         return TreeProposer(tree, drafter, target.head, vocabulary, use_heads)
-    return BlockProposer(drafter, target.head, vocabulary, use_heads)
+    return BlockProposer(drafter, target.head, vocabulary, use_heads, graphs=target.graphs)
 
 
 def check_proposer(

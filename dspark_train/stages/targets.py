@@ -57,6 +57,7 @@ def load_target(config: Config, *, stock: bool = False) -> Target:
         attn_implementation=t.attn_implementation,
         cache_dir=t.cache_dir,
         pack=t.pack and not stock,
+        graphs=t.graphs and not stock,
     )
 
 

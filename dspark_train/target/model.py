@@ -70,6 +70,7 @@ class Target:
         packs_rows: `forward` leaves padding out of everything but attention; see `pack_rows`.
         kept: what each layer leaves behind for later tokens.
         recurrent: some layers keep a state, which only the last pass can be taken back from.
+        graphs: decoders run their rounds at fixed shapes (`decoding/recording.py`).
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
-        self.packed, self.packs_rows, self.sharded = False, False, False
+        self.packed, self.packs_rows, self.sharded, self.graphs = False, False, False, False
         self._weights_sha: str | None = None
         self.head = TargetHead(model)
         self._decoder: nn.Module = model.get_decoder()
@@ -126,6 +127,7 @@ class Target:
         attn_implementation: str = "auto",
         cache_dir: str | Path | None = None,
         pack: bool = True,
+        graphs: bool = False,
     ) -> "Target":
         """Load a target by name.
 
@@ -141,6 +143,7 @@ class Target:
             cache_dir: where converted package weights are kept; default `$DSPARK_CACHE`, then
                 `~/.cache/dspark_train`.
             pack: lay out weights on a CPU for fast short passes, see `Target.pack`.
+            graphs: decode at fixed shapes, on CUDA as recorded graphs.
 
         Raises:
             ValueError: naming what is missing or not supported, and what to do.
@@ -159,6 +162,7 @@ class Target:
             target.pack()
         elif pack and target.device.type == "cpu":
             target.pack_rows()
+        target.graphs = graphs
         return target
 
     @classmethod

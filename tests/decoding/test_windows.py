@@ -60,7 +60,11 @@ CASES += [("gemma2", "eager"), ("qwen3", "eager")]
 
 @pytest.fixture(params=CASES, ids="-".join)
 def target(request) -> Target:
-    family, attention = request.param
+    return make_target(*request.param)
+
+
+def make_target(family: str, attention: str) -> Target:
+    """A random model of the family, with short windows."""
     model, config, more = FAMILIES[family]
     torch.manual_seed(0)
     config = config(**SMALL, **more)

@@ -5,9 +5,12 @@ from time import perf_counter
 
 import torch
 
+from dspark_train.blocks import ContextSpan
 from dspark_train.decoding.cache import DraftCache
+from dspark_train.decoding.cache_layer import KeysValues
 from dspark_train.decoding.proposers.base import Proposal
 from dspark_train.decoding.proposers.drawing import Drawing
+from dspark_train.decoding.recording import Recorder, Work, tier
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.drafter import Drafter
@@ -26,6 +29,7 @@ class BlockProposer:
         use_heads: False drafts every slot on its own, without the sequential head.
         sampler: temperature and filters of the drafts; None: those of each request. Any are exact,
             since a proposal says what it was drawn from.
+        graphs: run the drafter's pass at fixed shapes, recorded on CUDA.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class BlockProposer:
         vocabulary: int | None = None,
         use_heads: bool = True,
         sampler: SamplingSettings | None = None,
+        graphs: bool = False,
     ) -> None:
         config = drafter.config
         self.drafter, self.head = drafter.eval(), head
@@ -52,10 +57,13 @@ class BlockProposer:
         # a confidence that was trained on drafts of the sequential head says nothing without it
         self.confidence = drafter.confidence_head if use_heads else None
         self.sampler, self.walked = sampler, 0.0
+        self.recorder = Recorder(head.projection.weight.device) if graphs else None
         self.open(1)
 
     def open(self, rows: int) -> None:
         self.cache = DraftCache(self.drafter.config.num_hidden_layers, rows)
+        if self.recorder is not None:
+            self.recorder.recorded.clear()
 
     def start(self, row: int) -> None:
         self.cache.activate(row, row + 1)
@@ -98,14 +106,46 @@ class BlockProposer:
                     f"{len(request.tokens) - 1} before the anchor: every target pass must be "
                     "observed"
                 )
-        slots, device = self.drafter.slots, self.head.projection.weight.device
+        device = self.head.projection.weight.device
         anchors = [[(request.tokens[-1], len(request.tokens) - 1)] for request in requests]
+        if self.recorder is not None:
+            return self._recorded(anchors)
         tokens, places = torch.tensor(anchors, device=device).unbind(-1)
+        return self._slots(tokens, places, self.cache.context(), self.cache.visible(device))
+
+    def _slots(
+        self,
+        tokens: torch.Tensor,
+        places: torch.Tensor,
+        context: list[KeysValues],
+        span: ContextSpan | None,
+    ) -> torch.Tensor:
+        """Hidden states `[n, P, D]` behind anchors `[n, 1]` at positions `[n, 1]`."""
+        slots = self.drafter.slots
         ids = slots.inputs(tokens, self.drafter.config.mask_token_id)
-        context, span = self.cache.context(), self.cache.visible(device)
-        positions = slots.positions(places)
-        hidden = self.drafter.backbone(self.head.embed(ids), positions, context, span)
+        hidden = self.drafter.backbone(self.head.embed(ids), slots.positions(places), context, span)
         return hidden[:, 0, slots.proposing]
+
+    def _recorded(self, anchors: list[list[tuple[int, int]]]) -> torch.Tensor:
+        """As `_slots`, padded to the next tier of rows and of context."""
+        cache, count = self.cache, len(anchors)
+        n = tier(count, cache.num_rows)
+        end = cache.block * tier(-(-max(cache.active_lengths) // cache.block))
+        cache.reserve(end)
+        cache.grow()
+
+        def make() -> tuple[torch.Tensor, Work]:
+            given = torch.zeros(n, 1, 2, dtype=torch.long, device=self.recorder.device)
+            tokens, places = given.unbind(-1)
+            cache.activate(0, n)
+            context, span = cache.context(end), ContextSpan(torch.zeros_like(places), places)
+            work = self.recorder.record(lambda: self._slots(tokens, places, context, span))
+            cache.activate(0, count)
+            return given, work
+
+        given, work = self.recorder.get((n, end), make, cache.capacity)
+        given.copy_(torch.tensor(anchors + [[(0, 0)]] * (n - count)))
+        return work()[:count]
 
     def _unary(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the drafter's own vocabulary, without padding of the LM head."""
