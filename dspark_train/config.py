@@ -93,7 +93,8 @@ class ObjectiveConfig:
 
     `ce` cross entropy to the token; to the target's distribution: `tv` (L1 norm, not halved), `kl`,
     `reverse_kl`, `log_overlap` (its negative), `blend` (λ KL + (1 - λ) TV, λ = exp(-3 overlap)) and
-    `length` (the negative expected accepted length of a block); `confidence` its head's BCE.
+    `length` (the negative expected accepted length of a block); `confidence` its head's BCE. The
+    target's distribution is that at `label_temperature` (1: as published).
     """
 
     ce: float = 0.1
@@ -105,6 +106,7 @@ class ObjectiveConfig:
     log_overlap: float = 0.0
     blend: float = 0.0
     length: float = 0.0
+    label_temperature: float = 1.0
     confidence_trains_backbone: bool = True
 
 

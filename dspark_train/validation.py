@@ -108,6 +108,8 @@ def _training(config: Config) -> Iterator[Check]:
     weights, expected = tuple(getattr(o, key) for key in distances), "one of them positive"
     yield any(weights), f"objective.({', '.join(distances)})", weights, expected
     yield o.loss_decay > 0, "objective.loss_decay", o.loss_decay, "a positive number of slots"
+    heat = o.label_temperature
+    yield heat > 0, "objective.label_temperature", heat, "more than 0"
     yield from _positive(
         "train",
         n,

@@ -150,7 +150,9 @@ class _Sweep(torch.autograd.Function):
         for chunk in split(0, num_blocks, per_chunk):
             rows = work.rows(chunk)
             used, shared = work.target[rows].unique(return_inverse=True)
-            targets = kernel.targets(head.logits(work.target_hidden[used].to(low)))
+            predicted = head.logits(work.target_hidden[used].to(low))
+            targets = kernel.targets(predicted.div_(work.weights.label_temperature))
+            del predicted
             unary = head.logits(hidden[rows].to(low))
             logits = unary
             if latents is not None:

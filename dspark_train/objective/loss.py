@@ -25,6 +25,7 @@ def reference_loss(
         draft_logits = draft_logits + F.linear(states.latents, w2)
     with torch.no_grad():
         target_logits = head.logits(states.target_hidden)[states.target_rows]
+        target_logits = target_logits / weights.label_temperature
     wide = torch.promote_types(draft_logits.dtype, torch.float32)
     draft_logits, target_logits = draft_logits.to(wide), target_logits.to(wide)
     labels = states.labels * states.supervised

@@ -20,6 +20,7 @@ class ObjectiveWeights:
     `ce` to the token, `tv` of the L1 norm (not halved), `kl` and `reverse_kl`, `log_overlap` of
     `-log overlap`, `blend` of KL and total variation, `length` of the negative expected accepted
     length (all defined in `divergences.distance`), and `confidence` of the confidence head's BCE.
+    The target's distribution is that at `label_temperature`; below 1 it is sharper.
     """
 
     ce: float = 0.1
@@ -31,6 +32,7 @@ class ObjectiveWeights:
     log_overlap: float = 0.0
     blend: float = 0.0
     length: float = 0.0
+    label_temperature: float = 1.0
 
     @property
     def reads_overlap(self) -> bool:

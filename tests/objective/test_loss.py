@@ -22,6 +22,7 @@ OBJECTIVES = {
     "log_overlap": {"log_overlap": 1.0},
     "blend": {"blend": 1.0},
     "length": {"length": 1.0},
+    "sharp": {"ce": 0.3, "tv": 0.8, "kl": 0.4, "label_temperature": 0.5},
     "all": {"ce": 0.3, "tv": 0.2, "kl": 0.4, "reverse_kl": 0.5, "log_overlap": 0.6, "blend": 0.7}
     | {"length": 0.8},
 }
@@ -81,6 +82,16 @@ def test_objectives_by_hand(loss: Callable, name: str, expected: float) -> None:
     weights = ObjectiveWeights(**{"ce": 0.0, "tv": 0.0, name: 2.0})
     terms = loss(*by_hand(None, [True, True]), weights)
     assert terms.numerator.item() == pytest.approx(2 * expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_sharper_labels_by_hand(loss: Callable) -> None:
+    """At temperature 0.5 the target's probabilities are squared, and add up to one again."""
+    found = loss(*by_hand(None, [True, False]), ObjectiveWeights(label_temperature=0.5))
+    squared = [0.0625 / 0.375, 0.0625 / 0.375, 0.25 / 0.375]
+    l1 = sum(abs(p - q) for p, q in zip(squared, (0.5, 0.25, 0.25), strict=True))
+    assert found.tv.item() == pytest.approx(l1, rel=1e-5)
+    assert found.acceptance.tolist() == pytest.approx([1 - l1 / 2, 0.0])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
