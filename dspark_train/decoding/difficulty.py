@@ -13,7 +13,7 @@ from dspark_train.decoding.survival import committed, cumulative
 
 # what a round counts after one more; a request without drafts drifts back to the mean, and is tried
 # again after some tens of rounds
-DECAY, DECAY_OF_ALL = 0.9, 0.99
+DECAY, DECAY_OF_ALL = 0.9, 0.997
 # rounds of the mean request that a request starts with
 PRIOR = 3.0
 # live confidences differ from what is expected: a draft half as likely as the last one worth
