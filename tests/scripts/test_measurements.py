@@ -10,7 +10,7 @@ import torch
 from dspark_train.artifacts import Artifact
 from dspark_train.data.encoding import STORED
 from dspark_train.data.store import FeatureStore
-from scripts import batch_speed, capture_speed, store_errors
+from scripts import batch_speed, capture_speed, policy_speed, store_errors
 from tests.tiny_pipeline import Run
 
 
@@ -70,3 +70,15 @@ def test_capture_against_a_bare_forward(
     found = re.findall(r"^(\w+) +[\d,]+ tokens/s +([\d.]+) % of bare", said, re.MULTILINE)
     assert [name for name, _ in found] == ["bare", "taps", "capture"]
     assert found[0][1] == "100.0"
+
+
+def test_policies_in_one_engine(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policies = ("fixed:0", "fixed:2", "auto:static", "auto")
+    sizes = ("--requests", "1", "3", "--tokens", "8", "--minutes", "0.001", "--threads", "1")
+    policy_speed.main([str(finished_run), *sizes, "--policies", *policies])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[-8:]]
+    assert [tuple(line[:2]) for line in lines] == [(n, p) for n in "13" for p in policies]
+    plain, two = lines[0], lines[1]
+    assert (plain[4], plain[5]) == ("0.00", "1.00")
+    assert 0 < float(two[4]) <= 2
+    assert all(float(line[2]) > 0 for line in lines)
