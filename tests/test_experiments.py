@@ -105,7 +105,7 @@ def test_drafter_of_an_experiment(experiment: str, name: str, parameters: int) -
         ("dspark_qwen3_14b", [1, 10, 19, 28, 37], 5, 7, 512, 10, 4.0, 151_669),
         ("dspark_gemma4_12b", [5, 17, 29, 41, 46], 5, 7, 512, 10, 4.0, 4),
         ("dflash_qwen3_4b", [1, 9, 17, 25, 33], 5, 16, 512, 6, 7.0, 151_669),
-        ("smollm2_dspark", [1, 8, 14, 20, 27], 2, 7, 64, 2, 4.0, None),
+        ("smollm2_dspark", [1, 8, 14, 20, 27], 2, 7, 128, 2, 4.0, None),
         ("smollm2_dflash", [1, 8, 14, 20, 27], 2, 8, 64, 2, 7.0, None),
     ],
 )
