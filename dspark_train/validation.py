@@ -1,6 +1,7 @@
 """The door of the pipeline: everything about the settings that can be known before it runs."""
 
 from collections.abc import Iterator
+from math import inf
 from typing import Any, get_args
 
 from dspark_train import ranks
@@ -109,7 +110,7 @@ def _training(config: Config) -> Iterator[Check]:
     yield any(weights), f"objective.({', '.join(distances)})", weights, expected
     yield o.loss_decay > 0, "objective.loss_decay", o.loss_decay, "a positive number of slots"
     heat = o.label_temperature
-    yield heat > 0, "objective.label_temperature", heat, "more than 0"
+    yield 0 < heat < inf, "objective.label_temperature", heat, "a positive number"
     yield from _positive(
         "train",
         n,

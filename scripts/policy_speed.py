@@ -22,7 +22,8 @@ from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.generate import SpeculativeDecoder
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
-from dspark_train.decoding.scheduler import Scheduler, make_scheduler
+from dspark_train.decoding.scheduler import POLICIES as POLICY_NAMES
+from dspark_train.decoding.scheduler import Scheduler, is_policy, make_scheduler
 from dspark_train.decoding.stats import DecodingStats
 from dspark_train.serving.costs import engine_costs
 from dspark_train.stages.rollout import split_prompts
@@ -76,7 +77,7 @@ def measure(
 def stream_of(prompts: Sequence[list[int]], tokens: int, temperature: float) -> Iterator[Request]:
     """Requests without end, of different lengths, so that they do not finish together."""
     for number, prompt in enumerate(cycle(prompts)):
-        length = tokens // 2 + number * 37 % tokens
+        length = max(tokens // 2, 1) + number * 37 % tokens
         yield Request(prompt, SamplingSettings(temperature, seed=number), length)
 
 
@@ -96,6 +97,8 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=3.0, help="for each number of requests")
     parser.add_argument("--threads", type=int)
     args = parser.parse_args(given)
+    if wrong := [one for one in args.policies if not is_policy(one.removesuffix(STATIC))]:
+        raise SystemExit(f"--policies {wrong}: expected some of {POLICY_NAMES}")
     if args.threads:
         torch.set_num_threads(args.threads)
     rollout = Artifact.open(args.run / "rollout")
@@ -117,7 +120,7 @@ def main(given: list[str] | None = None) -> None:
                 slots,
                 costs,
                 config.confidence_temperatures,
-                padded=not decoder.target.packs_rows,
+                padded=engine.pads,
                 follow=not name.endswith(STATIC),
             )
             for name in args.policies

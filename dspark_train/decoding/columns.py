@@ -33,7 +33,10 @@ class Columns:
         self.costs, self.temperatures = costs, np.asarray(temperatures, dtype=np.float64)
         # optimistic at first, else nothing would be drafted and learnt
         self.mean = np.cumprod(np.full(len(temperatures), 0.9))
-        self.seen, self.alone = np.zeros(len(temperatures)), Prefix(convex(costs), temperatures)
+        self.seen, self.alone = (
+            np.zeros(len(temperatures)),
+            Prefix(_alone(costs, len(temperatures)), temperatures),
+        )
         self.width, self.paused, self.rounds, self.current = 0, 0, 0, None
 
     def draft_lengths(self, waiting: Waiting) -> np.ndarray:
@@ -71,7 +74,7 @@ class Columns:
 
     def price(self, costs: CostTable) -> None:
         self.costs = costs
-        self.alone.price(convex(costs))
+        self.alone.price(_alone(costs, len(self.mean)))
 
     def _learn(self, survived: np.ndarray, reached: np.ndarray) -> None:
         """Count survivals `[R, K]` of slots that requests have reached; who is cut off earlier,
@@ -99,3 +102,8 @@ class Columns:
         drafts = [self.costs.drafting_seconds(requests, share)[requests] for share in (0.0, 1.0)]
         seconds[1:] += drafts[0] + shares * (drafts[1] - drafts[0])
         return int((committed / seconds).argmax())
+
+
+def _alone(costs: CostTable, slots: int) -> CostTable:
+    """Costs of one request, under their hull."""
+    return convex(costs, 1, slots + 1)

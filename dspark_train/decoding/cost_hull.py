@@ -16,10 +16,10 @@ Point = tuple[float, float]
 
 
 def convex(costs: CostTable, low: int = 1, high: int | None = None) -> CostTable:
-    """The table under its hull, at every size from `low` to `high`, or to the largest.
+    """The table under its hull, between the measurements that enclose `low` and `high`.
 
-    Only the measurements that enclose these sizes take part: others would draw the hull to prices
-    that nobody is about to pay.
+    `high` None is the largest. Only these and those between them take part: others would draw the
+    hull to prices that nobody is about to pay.
     """
     known = np.array(costs.tokens)
     high = min(high or known[-1], known[-1])

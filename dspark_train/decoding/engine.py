@@ -8,8 +8,8 @@
             ...
 
 Requests join and leave between rounds in any order. Each has its own sampler, seed, stops, length
-and proposal length (0 included); all of them share one drafter pass and one target pass a round.
-What a request gives does not depend on what shares the batch.
+and proposal length (0 included); they share one drafter pass and one target pass a round. What one
+gives does not depend on what shares the batch.
 """
 
 from collections.abc import Sequence
@@ -45,11 +45,11 @@ class Engine:
         reads_ahead: have one more row, in which a prompt is read in pieces while others go on.
 
     Attributes:
+        pads: all requests of a round cost what the widest does.
         reading: the request that is being read in pieces, None if there is none.
         requests: `requests[i]` owns row i of every cache. Read it, and change it by `add`,
             `remove` and `take_finished`.
-        decide: the verdict of a round, `verdicts.decide` or that of trees; a certificate plants
-            faults here.
+        decide: the verdict of a round; a certificate plants faults here.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Engine:
         self.reading: Request | None = None
         self.cache = KVCache.of(target, rows + reads_ahead)
         self.fixed = FixedPasses(target, self.cache, rows, proposer.taps) if target.graphs else None
+        self.pads = target.graphs or not target.packs_rows
         proposer.open(rows + reads_ahead)
 
     @property
@@ -239,12 +240,8 @@ class Engine:
     def propose(self) -> list[Proposal]:
         """Drafts for every request, as many as scheduler and remaining length allow."""
         # the token after the last draft is committed too
-        limits = [
-            min(limit, request.remaining - 1)
-            for limit, request in zip(
-                self.scheduler.limits(self.requests), self.requests, strict=True
-            )
-        ]
+        given = zip(self.scheduler.limits(self.requests), self.requests, strict=True)
+        limits = [min(limit, request.remaining - 1) for limit, request in given]
         if max(limits) < 1:
             return [Proposal()] * len(limits)
         return self.proposer.propose(self.requests, limits)

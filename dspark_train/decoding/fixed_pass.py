@@ -9,6 +9,8 @@ from dspark_train.decoding.cache import KVCache, additive_mask
 from dspark_train.decoding.recording import Recorder, Work, tier
 from dspark_train.target import Target, TargetOutput
 
+HOST_ROPE = {"dynamic", "longrope"}
+
 
 @dataclass(frozen=True)
 class FixedPass:
@@ -28,8 +30,9 @@ class FixedPass:
 class FixedPasses:
     """Passes over lists of tokens behind the rows of a cache, padded to the next tier.
 
-    Tiers are powers of two: of rows, of tokens a row, and of the positions that attention sees, in
-    blocks of the cache. Rows beyond those that are read lie free in the cache; they are written to.
+    Tiers are powers of two: of rows (at most all), of tokens a row, and of the positions that
+    attention sees, in blocks of the cache. Rows beyond those that are read lie free in the cache;
+    they are written to.
 
     Args:
         target: without recurrent layers.
@@ -38,7 +41,8 @@ class FixedPasses:
         taps: layers whose outputs are wanted.
 
     Raises:
-        ValueError: a target with recurrent layers.
+        ValueError: a target with recurrent layers, or with angles that depend on how long the text
+            is: the host reads that in every pass.
     """
 
     def __init__(self, target: Target, cache: KVCache, rows: int, taps: Sequence[int]) -> None:
@@ -47,13 +51,21 @@ class FixedPasses:
                 f"target {target.name} has recurrent layers, whose states are put back between "
                 "passes: graphs cannot decode it; take target.graphs=false"
             )
+        rope = getattr(target.model.config.get_text_config(), "rope_parameters", None) or {}
+        kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+        if wrong := {part.get("rope_type") for part in kinds} & HOST_ROPE:
+            raise ValueError(
+                f"target {target.name} has positions of type {sorted(wrong)}, which read the "
+                "length of the text on the host: graphs cannot decode it; take "
+                "target.graphs=false"
+            )
         self.target, self.cache, self.rows, self.taps = target, cache, rows, taps
         self.recorder = Recorder(target.device)
 
     def read(self, read: Sequence[Sequence[int]]) -> tuple[TargetOutput, torch.Tensor]:
         """As `read_ragged` over the active rows, which are the first ones; and logits `[n, q, V]`.
 
-        All are overwritten by the next pass of the same tier.
+        All are overwritten by the next pass.
         """
         cache, count = self.cache, len(read)
         lengths = cache.active_lengths

@@ -42,11 +42,16 @@ class Recorder:
             storage: identifies tensors of others that are used; once it changes, all is made anew.
         """
         if storage != self.storage:
-            self.recorded.clear()
+            self.clear()
             self.storage = storage
         if shape not in self.recorded:
             self.recorded[shape] = make()
         return self.recorded[shape]
+
+    def clear(self) -> None:
+        """Forget all; memory of graphs that are gone is not for new ones."""
+        self.recorded.clear()
+        self.pool = None
 
     def record(self, work: Work) -> Work:
         """`work`, from its first call on as one graph on CUDA.

@@ -16,7 +16,7 @@ GRID, WIDTH = 4, 0.25
 # of what was seen so far, the share that one more round leaves; and how many rounds of a size
 # itself weigh as much as all others
 KEEP, PRIOR = 0.998, 0.25
-# a round interrupted by something else is no news about its size
+# a round interrupted by something else, or the first of its shape, is no news about its size
 LIKELY = 4.0
 # seconds of rounds between two corrections: sizes and hulls are computed anew
 PAUSE = 0.25
@@ -37,7 +37,7 @@ class RunningCosts:
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        self.octaves = np.log2(table.tokens)
+        self.rows, self.octaves = np.array(table.seconds), np.log2(table.tokens)
         self.grid = np.arange(0.0, self.octaves[-1] + 1.0, 1.0 / GRID)
         self.kernel = np.exp(-0.5 * ((self.grid[:, None] - self.octaves) / WIDTH) ** 2)
         # sums of log ratios and of weights: per size of the grid, and of drafting
@@ -48,23 +48,24 @@ class RunningCosts:
         """What all but drafting took in a round of so many tokens, anchors included."""
         self.since += seconds
         table = self.table
-        behind = [np.interp(context, table.contexts, at) for at in zip(*table.seconds, strict=True)]
+        at = np.interp(context, table.contexts, np.arange(len(table.contexts)))
+        low, share = int(at), at % 1
         # the table itself prices a size that nobody measured as dear
-        expected = np.interp(tokens, table.tokens, behind)
+        expected, *more = (np.interp(tokens, table.tokens, row) for row in self.rows[low : low + 2])
+        expected += share * (more[0] - expected) if more else 0.0
         expected *= max(tokens / table.tokens[-1], 1.0)
-        at = min(round(GRID * np.log2(tokens)), len(self.grid) - 1)
+        place = min(round(GRID * np.log2(tokens)), len(self.grid) - 1)
         log = _log_ratio(seconds, expected, self.rounds.sum(1))
         self.rounds *= KEEP
-        self.rounds[:, at] += log, 1.0
+        self.rounds[:, place] += log, 1.0
+        self.drafts *= KEEP
 
     def observe_drafting(self, requests: int, share: float, seconds: float) -> None:
         """What drafting took for so many requests; `share` as in `CostTable.drafting_seconds`."""
         self.since += seconds
         expected = self.table.drafting_seconds(requests, share)[requests]
         if expected > 0:
-            log = _log_ratio(seconds, expected, self.drafts)
-            self.drafts *= KEEP
-            self.drafts += log, 1.0
+            self.drafts += _log_ratio(seconds, expected, self.drafts), 1.0
 
     def trial(self, turn: int, slots: int) -> int | None:
         """How many drafts a request may have in round `turn`, by turns none and half of them; None:
@@ -93,10 +94,12 @@ class RunningCosts:
         beside = (logs - (mean + slope * away) * weights) @ self.kernel
         beside /= weights @ self.kernel + PRIOR
         ratios = np.exp(mean + slope * (self.octaves - at) + beside)
-        draft = float(np.exp(_mean(self.drafts)))
+        # who does not draft learns nothing about it: what was seen fades behind one round that took
+        # what the table says, and drafts are tried again
+        draft = float(np.exp(self.drafts[0] / (self.drafts[1] + 1.0)))
         return replace(
             self.table,
-            seconds=tuple(tuple((np.array(row) * ratios).tolist()) for row in self.table.seconds),
+            seconds=tuple(map(tuple, (self.rows * ratios).tolist())),
             draft_seconds=tuple(draft * one for one in self.table.draft_seconds),
             draft_one=tuple(draft * one for one in self.table.draft_one),
         )
@@ -107,7 +110,6 @@ def _mean(sums: np.ndarray) -> float:
 
 
 def _log_ratio(seconds: float, expected: float, so_far: np.ndarray) -> float:
-    """Of real to expected, not far from the mean so far, if there is one."""
-    log = float(np.log(max(seconds, 1e-9) / expected))
-    reach = np.log(LIKELY) if so_far[1] else np.inf
-    return float(np.clip(log, _mean(so_far) - reach, _mean(so_far) + reach))
+    """Of real to expected, not far from the mean so far (at first: from the table)."""
+    mean, reach = _mean(so_far), float(np.log(LIKELY))
+    return float(np.clip(np.log(max(seconds, 1e-9) / expected), mean - reach, mean + reach))

@@ -71,7 +71,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
                     slots,
                     costs,
                     temperatures,
-                    padded=not engine.target.packs_rows,
+                    padded=engine.pads,
                     follow=True,
                 )
                 row, answers = measure(config, engine, ids, load)

@@ -77,7 +77,7 @@ def make_engine(config: Config) -> Engine:
         slots,
         costs,
         temperatures,
-        padded=not engine.target.packs_rows,
+        padded=engine.pads,
         watch=temperatures is not None,
         follow=True,
     )

@@ -6,6 +6,7 @@ what a graph cannot hold: values that are read on the host, and tensors made fro
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,10 @@ REFUSED = (
     aten.masked_select.default,
     aten.is_nonzero.default,
     aten.equal.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
 )
+BY_MASK = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
 class Tape(TorchDispatchMode):
@@ -31,9 +35,8 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        chosen = func is aten.index.Tensor and any(
-            i is not None and i.dtype == torch.bool for i in args[1]
-        )
+        places = args[1] if func in BY_MASK else ()
+        chosen = any(i is not None and i.dtype == torch.bool for i in places)
         if func in REFUSED or chosen:
             raise RuntimeError(f"{func} within recorded work")
         results = func(*args, **kwargs)
@@ -52,7 +55,11 @@ class Tape(TorchDispatchMode):
 def taped(work: Callable[[], Any]) -> Callable[[], Any]:
     """For `Recorder`: run once, then only replayed."""
     tape = Tape()
-    with tape:
+
+    def refuse(_: torch.Tensor, *args: Any) -> None:
+        raise RuntimeError("a tensor is read on the host within recorded work")
+
+    with tape, mock.patch.multiple(torch.Tensor, tolist=refuse, numpy=refuse):
         results = work()
 
     def replay() -> Any:

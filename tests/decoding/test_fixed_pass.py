@@ -100,7 +100,15 @@ def test_storage_that_has_grown_is_recorded_anew(random_target) -> None:
 def test_a_host_read_is_found() -> None:
     """The tape refuses what a graph would."""
     x = torch.arange(3)
-    for wrong in (lambda: x.max().item(), lambda: x[x > 1], lambda: torch.tensor([1, 2])):
+    reads = (
+        lambda: x.max().item(),
+        lambda: x.tolist(),
+        lambda: x[x > 1],
+        lambda: x.clone().index_put_((x > 1,), x[:1]),
+        lambda: x.unique(),
+        lambda: torch.tensor([1, 2]),
+    )
+    for wrong in reads:
         with pytest.raises(RuntimeError, match="within recorded work"):
             taped(wrong)
     assert taped(lambda: x * 2)().tolist() == [0, 2, 4]
@@ -124,3 +132,33 @@ def test_recurrent_targets_are_refused(random_target) -> None:
     target.recurrent = True
     with pytest.raises(ValueError, match=r"recurrent layers.*take target\.graphs=false"):
         FixedPasses(target, None, 1, ())
+
+
+def test_positions_that_the_host_reads_are_refused(random_target) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    target = random_target(rope_parameters=rope)
+    target.graphs = True
+    with pytest.raises(ValueError, match=r"\['dynamic'\].*take target\.graphs=false"):
+        Engine(target, PlainProposer())
+
+
+def test_a_prompt_that_is_read_in_pieces_stays_whole(random_target) -> None:
+    """Rounds of the others go on between its pieces, in as many rows as there are."""
+    target = random_target()
+    target.graphs = True
+    engine = Engine(target, proposer_of("dspark", target, True), rows=3, reads_ahead=True)
+    engine.add([Request(prompt, SamplingSettings(), 30) for prompt in PROMPTS[:2]])
+    engine.begin(Request(PROMPTS[2], SamplingSettings(), 30))
+    while not engine.read(2):
+        engine.step()
+    engine.step()
+    assert len(engine.requests) == 3
+    assert audit(engine) < 1e-4
+
+
+def test_rounds_of_fixed_shapes_count_as_padded(random_target) -> None:
+    target = random_target()
+    target.pack_rows()
+    assert not Engine(target, PlainProposer()).pads
+    target.graphs = True
+    assert Engine(target, PlainProposer()).pads

@@ -39,11 +39,21 @@ def test_served_sizes_get_the_price_they_have(noise: float) -> None:
 
 
 def test_an_interrupted_round_is_no_news_about_its_size() -> None:
+    for bad in (0, 25):
+        costs = RunningCosts(TABLE)
+        for turn in range(50):
+            costs.observe(8, 0.0, 60.0 if turn == bad else 0.12)
+        assert costs.corrected().verify_seconds(8)[8] == pytest.approx(0.12, rel=0.05)
+
+
+def test_a_first_draft_that_took_long_is_forgotten_without_another_one() -> None:
+    """Who finds drafting dear drafts no more, so time alone must bring it back."""
     costs = RunningCosts(TABLE)
-    for _ in range(50):
-        costs.observe(8, 0.0, 0.12)
-    costs.observe(8, 0.0, 60.0)
-    assert costs.corrected().verify_seconds(8)[8] == pytest.approx(0.12, rel=0.05)
+    costs.observe_drafting(4, 1.0, 4.0)
+    assert costs.corrected().draft_seconds[1] == pytest.approx(0.08)
+    for _ in range(1500):
+        costs.observe(4, 0.0, 0.11)
+    assert costs.corrected().draft_seconds[1] < 0.05
 
 
 def test_what_was_seen_long_ago_is_forgotten() -> None:
@@ -58,10 +68,10 @@ def test_what_was_seen_long_ago_is_forgotten() -> None:
 
 def test_drafting_has_a_price_of_its_own() -> None:
     costs = RunningCosts(TABLE)
-    for _ in range(20):
+    for _ in range(50):
         costs.observe_drafting(4, 1.0, 0.08)
     found = costs.corrected()
-    assert found.draft_seconds == pytest.approx((0.06, 0.08))
+    assert found.draft_seconds == pytest.approx((0.06, 0.08), rel=0.02)
     assert found.verify_seconds(32) == pytest.approx(TABLE.verify_seconds(32), rel=0.01)
     assert RunningCosts(CostTable.from_steps_per_second((1.0,))).corrected().draft_seconds == ()
 

@@ -63,7 +63,7 @@ class BlockProposer:
     def open(self, rows: int) -> None:
         self.cache = DraftCache(self.drafter.config.num_hidden_layers, rows)
         if self.recorder is not None:
-            self.recorder.recorded.clear()
+            self.recorder.clear()
 
     def start(self, row: int) -> None:
         self.cache.activate(row, row + 1)
