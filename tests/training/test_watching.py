@@ -10,6 +10,7 @@ import torch
 
 from dspark_train.data.batch import Batch
 from dspark_train.data.datamodule import Batches
+from dspark_train.drafter import Drafter
 from dspark_train.target import Target
 from dspark_train.training.fit import BEST, LAST
 from dspark_train.training.module import DrafterTraining
@@ -121,8 +122,7 @@ def test_an_average_of_the_weights_is_what_counts(fit: Fit) -> None:
 def test_memory_and_compilation_change_nothing(fit: Fit, train: dict[str, Any]) -> None:
     _, plain = fit("a", epochs=1)
     _, other = fit("b", epochs=1, **train)
-    for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(other.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
+    assert apart(plain, other, fit.first) < 1e-3
 
 
 def test_what_is_checkpointed_is_float32(
@@ -219,13 +219,34 @@ def test_a_confidence_head_without_a_loss_stays(fit: Fit) -> None:
     assert all(torch.equal(t, first[k]) for k, t in drafter.confidence_head.state_dict().items())
 
 
+def apart(one: Drafter, other: Drafter, first: Drafter) -> float:
+    """How far two trainings of `first` ended from each other, in units of how far they came.
+
+    Of whole tensors: Adam divides by the size of a gradient, so that where gradients of a single
+    element cancel to rounding, its step is rounding, too.
+    """
+    before, theirs = first.state_dict(), other.state_dict()
+    return max(
+        float((tensor - theirs[name]).norm() / (tensor - before[name]).norm().clamp(min=1e-6))
+        for name, tensor in one.state_dict().items()
+        if tensor.is_floating_point()
+    )
+
+
+def test_a_small_fault_sets_trainings_apart(fit: Fit) -> None:
+    """One per cent of the loss's decay is five times what the tests allow."""
+    _, one = fit("a", keep="last")
+    _, other = fit("b", keep="last", objective={"loss_decay": 4.04})
+    assert apart(one, other, fit.first) > 5e-3
+    assert apart(one, one, fit.first) == 0
+
+
 def test_steps_do_not_depend_on_micro_batches(fit: Fit, tmp_path: Path) -> None:
     """Fault 52: the last, smaller step of an epoch counts whole."""
     _, whole = fit("whole", keep="last")
     for size in (1, 3):
         _, parts = fit(f"parts{size}", keep="last", micro_documents=size)
-        for name, tensor in whole.state_dict().items():
-            torch.testing.assert_close(parts.state_dict()[name], tensor, rtol=0, atol=2e-6)
+        assert apart(whole, parts, fit.first) < 1e-3
         for (_, a), (_, b) in zip(
             losses(tmp_path / "whole"), losses(tmp_path / f"parts{size}"), strict=True
         ):
