@@ -33,10 +33,8 @@ class Columns:
         self.costs, self.temperatures = costs, np.asarray(temperatures, dtype=np.float64)
         # optimistic at first, else nothing would be drafted and learnt
         self.mean = np.cumprod(np.full(len(temperatures), 0.9))
-        self.seen, self.alone = (
-            np.zeros(len(temperatures)),
-            Prefix(_alone(costs, len(temperatures)), temperatures),
-        )
+        self.seen = np.zeros(len(temperatures))
+        self.alone = Prefix(_alone(costs, len(temperatures)), temperatures)
         self.width, self.paused, self.rounds, self.current = 0, 0, 0, None
 
     def draft_lengths(self, waiting: Waiting) -> np.ndarray:

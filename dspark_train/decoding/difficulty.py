@@ -11,8 +11,8 @@ import numpy as np
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.survival import committed, cumulative
 
-# what a round counts after one more; a request without drafts drifts back to the mean, and is tried
-# again after some tens of rounds
+# what a round counts after one more; a request without drafts drifts back to the mean of all, which
+# drifts back to hope, so that drafts are tried again after some hundreds of rounds
 DECAY, DECAY_OF_ALL = 0.9, 0.997
 # rounds of the mean request that a request starts with
 PRIOR = 3.0
