@@ -31,7 +31,8 @@ class TargetConfig:
 
     `dtype` "auto": bfloat16 where the hardware multiplies it, else float32. `pack` lays out weights
     on a CPU for passes over few tokens (`target/cpu.py`). `graphs` decodes at fixed shapes, on CUDA
-    as recorded graphs (`decoding/recording.py`).
+    as recorded graphs (`decoding/recording.py`); `compile` does too, and compiles what runs at each
+    (`decoding/compiling.py`).
     """
 
     name: str = MISSING
@@ -41,6 +42,7 @@ class TargetConfig:
     attn_implementation: str = "auto"
     pack: bool = True
     graphs: bool = False
+    compile: bool = False
     cache_dir: str | None = None
 
 

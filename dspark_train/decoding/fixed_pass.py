@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dspark_train.decoding.cache import KVCache, additive_mask
-from dspark_train.decoding.recording import Recorder, Work, tier
+from dspark_train.decoding.recording import Recorder, Work, room, tier
 from dspark_train.target import Target, TargetOutput
 
 HOST_ROPE = {"dynamic", "longrope"}
@@ -30,7 +30,7 @@ class FixedPass:
 class FixedPasses:
     """Passes over lists of tokens behind the rows of a cache, padded to the next tier.
 
-    Tiers are powers of two: of rows (at most all), of tokens a row, and of the positions that
+    Tiers (`recording.tier`) are of rows (at most all), of tokens a row, and of the positions that
     attention sees, in blocks of the cache. Rows beyond those that are read lie free in the cache;
     they are written to.
 
@@ -60,7 +60,7 @@ class FixedPasses:
                 "target.graphs=false"
             )
         self.target, self.cache, self.rows, self.taps = target, cache, rows, taps
-        self.recorder = Recorder(target.device)
+        self.recorder = Recorder.of(target, target.layers)
 
     def read(self, read: Sequence[Sequence[int]]) -> tuple[TargetOutput, torch.Tensor]:
         """As `read_ragged` over the active rows, which are the first ones; and logits `[n, q, V]`.
@@ -70,9 +70,7 @@ class FixedPasses:
         cache, count = self.cache, len(read)
         lengths = cache.active_lengths
         n, q = tier(count, self.rows), tier(max(map(len, read)))
-        end = cache.block * tier(-(-(max(lengths) + q) // cache.block))
-        cache.reserve(end)
-        cache.grow()
+        end = room(cache, max(lengths) + q)
         fixed: FixedPass = self.recorder.get(
             (n, q, end), lambda: self._make(n, q, end), cache.capacity
         )

@@ -12,6 +12,7 @@ from dspark_train.decoding.proposers import (
     TreeProposer,
     TreeShape,
 )
+from dspark_train.decoding.recording import Recorder
 from dspark_train.decoding.sampling import usable_vocabulary
 from dspark_train.drafter import Drafter, DrafterConfig
 from dspark_train.formats import load_drafter
@@ -74,7 +75,8 @@ def block_proposer(
     vocabulary = usable_vocabulary(target.tokenizer, target.vocab_size)
     if tree is not None:
         return TreeProposer(tree, drafter, target.head, vocabulary, use_heads)
-    return BlockProposer(drafter, target.head, vocabulary, use_heads, graphs=target.graphs)
+    recorder = Recorder.of(target, drafter.layers)
+    return BlockProposer(drafter, target.head, vocabulary, use_heads, recorder=recorder)
 
 
 def check_proposer(

@@ -2,7 +2,8 @@
 
 Every batch of prompts is decoded by every contestant before the next one comes, and the order of
 the contestants rotates, so that a machine which slows down slows all of them. With several rounds
-an answer takes the median of its times.
+an answer takes the median of its times. Where shapes are recorded or compiled when they are first
+met, everything is decoded once before.
 """
 
 from collections.abc import Mapping
@@ -133,9 +134,10 @@ def measure(config: Config, decoders: list[Decoder], prompts: list[list[int]]) -
         for decoder in decoders
         if batch == 1 or decoder.batches
     ]
-    total = b.rounds * sum(len(prompts) // row.batch for row in rows)
+    turns = range(-int(config.target.graphs or config.target.compile), b.rounds)
+    total = len(turns) * sum(len(prompts) // row.batch for row in rows)
     with tqdm(total=total, desc="bench", unit="answer", mininterval=1) as bar:
-        for turn in range(b.rounds):
+        for turn in turns:
             for batch in b.batches:
                 same = [row for row in rows if row.batch == batch]
                 for number in range(len(prompts) // batch):
@@ -151,6 +153,7 @@ def measure(config: Config, decoders: list[Decoder], prompts: list[list[int]]) -
                         seconds = perf_counter() - begin
                         if turn == 0:
                             row.units.append(Unit(list(chosen)))
-                        row.units[number].add(seconds, answers)
+                        if turn >= 0:
+                            row.units[number].add(seconds, answers)
                         bar.update()
     return rows

@@ -58,6 +58,7 @@ def load_target(config: Config, *, stock: bool = False) -> Target:
         cache_dir=t.cache_dir,
         pack=t.pack and not stock,
         graphs=t.graphs and not stock,
+        compile=t.compile and not stock,
     )
 
 

@@ -8,12 +8,15 @@ and summed in float32. Attention of few tokens is a product of few rows where th
 share a key head are taken as queries of that head.
 """
 
+import itertools
 import platform
 import threading
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -75,6 +78,8 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.nbytes = sum(p.nbytes for p in linear.parameters())
         self.bias = None if linear.bias is None else linear.bias.detach()
+        self.number = torch.tensor(next(NUMBERS))
+        LAYERS[int(self.number)] = self
         weight = linear.weight.detach()
         self.dtype = weight.dtype
         native = weight.dtype == torch.bfloat16 and _onednn_has_bfloat16()
@@ -101,9 +106,35 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[..., in]` to `[..., out]`; no gradient passes."""
+        if get_proxy_mode() is not None:
+            return torch.ops.dspark_train.packed_linear(x, self.number, self.out_features)
+        return self.product(x)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """As `forward`, by the kernel of the layout."""
         if self.half:
             return torch.ops.quantized.linear_dynamic_fp16(x.float(), self.packed).to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+# by number, for traces: what a compiler is shown of a layout is an operation that it leaves alone
+LAYERS: weakref.WeakValueDictionary[int, PackedLinear] = weakref.WeakValueDictionary()
+NUMBERS = itertools.count()
+
+
+OPERATIONS = torch.library.Library("dspark_train", "DEF")
+OPERATIONS.define("packed_linear(Tensor x, Tensor number, int out_features) -> Tensor")
+
+
+@torch.library.impl(OPERATIONS, "packed_linear", "CompositeExplicitAutograd")
+def packed_linear(x: torch.Tensor, number: torch.Tensor, out_features: int) -> torch.Tensor:
+    """The packed layer of a number: `x` `[..., in]` to `[..., out]`."""
+    return LAYERS[int(number)].product(x)
+
+
+@torch.library.register_fake("dspark_train::packed_linear", lib=OPERATIONS)
+def _(x: torch.Tensor, number: torch.Tensor, out_features: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
 
 
 def pack_linears(module: nn.Module) -> None:

@@ -70,7 +70,8 @@ class Target:
         packs_rows: `forward` leaves padding out of everything but attention; see `pack_rows`.
         kept: what each layer leaves behind for later tokens.
         recurrent: some layers keep a state, which only the last pass can be taken back from.
-        graphs: decoders run their rounds at fixed shapes (`decoding/recording.py`).
+        graphs, compiles: decoders run their rounds at fixed shapes, recorded as graphs on CUDA
+            (`decoding/recording.py`), and compiled.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
-        self.packed, self.packs_rows, self.sharded, self.graphs = False, False, False, False
+        self.packed = self.packs_rows = self.sharded = self.graphs = self.compiles = False
         self._weights_sha: str | None = None
         self.head = TargetHead(model)
         self._decoder: nn.Module = model.get_decoder()
@@ -128,6 +129,7 @@ class Target:
         cache_dir: str | Path | None = None,
         pack: bool = True,
         graphs: bool = False,
+        compile: bool = False,
     ) -> "Target":
         """Load a target by name.
 
@@ -144,6 +146,7 @@ class Target:
                 `~/.cache/dspark_train`.
             pack: lay out weights on a CPU for fast short passes, see `Target.pack`.
             graphs: decode at fixed shapes, on CUDA as recorded graphs.
+            compile: the same, with what runs at a shape compiled when it is first met.
 
         Raises:
             ValueError: naming what is missing or not supported, and what to do.
@@ -162,7 +165,7 @@ class Target:
             target.pack()
         elif pack and target.device.type == "cpu":
             target.pack_rows()
-        target.graphs = graphs
+        target.graphs, target.compiles = graphs or compile, compile
         return target
 
     @classmethod
@@ -289,12 +292,8 @@ class Target:
         # Eager attention adds the mask to the scores, where True would count as 1.
         config = self.model.config.get_text_config()
         eager = getattr(config, "_attn_implementation", None) == "eager"
-        if (
-            not isinstance(mask, torch.Tensor)
-            or mask.dim() != 4
-            or mask.dtype != torch.bool
-            or not eager
-        ):
+        pairs = isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool
+        if not (eager and pairs):
             return mask
         lowest = torch.finfo(self.dtype).min
         return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, lowest)

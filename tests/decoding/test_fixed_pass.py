@@ -26,20 +26,20 @@ def recorded():
         yield
 
 
-def proposer_of(kind: str, target, graphs: bool):
+def proposer_of(kind: str, target):
     if kind == "plain":
         return PlainProposer()
     if kind == "lookup":
         return LookupProposer(4, shortest=1)
     sample_from_anchor, head = (False, None) if kind == "dflash" else (True, "vanilla")
     drafter = make_drafter(target, 4, sample_from_anchor, head)
-    return BlockProposer(drafter, target.head, graphs=graphs)
+    return BlockProposer(drafter, target.head, recorder=Recorder.of(target, drafter.layers))
 
 
 def outputs(target, kind: str, graphs: bool, sampling=(), rows: int = 3, count: int = 18):
     """New tokens of all prompts, which come and go in `rows` rows, and the engine."""
     target.graphs = graphs
-    engine = Engine(target, proposer_of(kind, target, graphs), rows=rows, reads_ahead=True)
+    engine = Engine(target, proposer_of(kind, target), rows=rows, reads_ahead=True)
     requests = [
         Request(prompt, SamplingSettings(*sampling, seed=i), count + 3 * i)
         for i, prompt in enumerate(PROMPTS)
@@ -86,7 +86,7 @@ def test_windows(family, attention) -> None:
 def test_storage_that_has_grown_is_recorded_anew(random_target) -> None:
     target = random_target(max_position_embeddings=1024)
     target.graphs = True
-    engine = Engine(target, proposer_of("dspark", target, True), rows=2)
+    engine = Engine(target, proposer_of("dspark", target), rows=2)
     first = Request([1, 2], SamplingSettings(), 40)
     engine.add([first])
     engine.step()
@@ -122,9 +122,10 @@ def test_a_replay_reads_what_lies_there_now() -> None:
 
 
 def test_tiers() -> None:
-    assert [tier(n) for n in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, 16]
-    assert tier(5, 6) == 6
-    assert tier(3, 6) == 4
+    assert [tier(n) for n in range(1, 10)] == [1, 2, 3, 4, 6, 6, 8, 8, 12]
+    assert [tier(n) for n in (12, 13, 17, 25)] == [12, 16, 24, 32]
+    assert tier(9, 10) == 10
+    assert tier(3, 6) == 3
 
 
 def test_recurrent_targets_are_refused(random_target) -> None:
@@ -146,7 +147,7 @@ def test_a_prompt_that_is_read_in_pieces_stays_whole(random_target) -> None:
     """Rounds of the others go on between its pieces, in as many rows as there are."""
     target = random_target()
     target.graphs = True
-    engine = Engine(target, proposer_of("dspark", target, True), rows=3, reads_ahead=True)
+    engine = Engine(target, proposer_of("dspark", target), rows=3, reads_ahead=True)
     engine.add([Request(prompt, SamplingSettings(), 30) for prompt in PROMPTS[:2]])
     engine.begin(Request(PROMPTS[2], SamplingSettings(), 30))
     while not engine.read(2):

@@ -10,7 +10,7 @@ from dspark_train.decoding.cache import DraftCache
 from dspark_train.decoding.cache_layer import KeysValues
 from dspark_train.decoding.proposers.base import Proposal
 from dspark_train.decoding.proposers.drawing import Drawing
-from dspark_train.decoding.recording import Recorder, Work, tier
+from dspark_train.decoding.recording import Recorder, Work, room, tier
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.drafter import Drafter
@@ -29,7 +29,7 @@ class BlockProposer:
         use_heads: False drafts every slot on its own, without the sequential head.
         sampler: temperature and filters of the drafts; None: those of each request. Any are exact,
             since a proposal says what it was drawn from.
-        graphs: run the drafter's pass at fixed shapes, recorded on CUDA.
+        recorder: for the drafter's pass, which then has fixed shapes; None: shapes as they come.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BlockProposer:
         vocabulary: int | None = None,
         use_heads: bool = True,
         sampler: SamplingSettings | None = None,
-        graphs: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         config = drafter.config
         self.drafter, self.head = drafter.eval(), head
@@ -57,7 +57,7 @@ class BlockProposer:
         # a confidence that was trained on drafts of the sequential head says nothing without it
         self.confidence = drafter.confidence_head if use_heads else None
         self.sampler, self.walked = sampler, 0.0
-        self.recorder = Recorder(head.projection.weight.device) if graphs else None
+        self.recorder = recorder
         self.open(1)
 
     def open(self, rows: int) -> None:
@@ -130,9 +130,7 @@ class BlockProposer:
         """As `_slots`, padded to the next tier of rows and of context."""
         cache, count = self.cache, len(anchors)
         n = tier(count, cache.num_rows)
-        end = cache.block * tier(-(-max(cache.active_lengths) // cache.block))
-        cache.reserve(end)
-        cache.grow()
+        end = room(cache, max(cache.active_lengths))
 
         def make() -> tuple[torch.Tensor, Work]:
             given = torch.zeros(n, 1, 2, dtype=torch.long, device=self.recorder.device)

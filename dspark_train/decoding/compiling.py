@@ -1,0 +1,123 @@
+"""Work of fixed shapes, compiled: traced once, cut where layers begin, every different piece once.
+
+A pass over few tokens spends half its time between its products: a norm alone is seven operations,
+and each is launched by itself. torch's inductor makes a few kernels of them. The layers of a model
+are the same piece many times, so that compiling a shape takes seconds.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.passes.split_module import split_module
+
+PIECE = "piece"
+# compiled pieces by what they do, and to tensors of which shape; they hold no weights
+_COMPILED: dict[str, Callable[..., Any]] = {}
+
+
+def compiled(work: Callable[[], Any], layers: Sequence[nn.Module]) -> Callable[[], Any]:
+    """`work`, which is run once here to trace it, without its Python from then on.
+
+    Args:
+        work: reads what changes from tensors that it owns, and no value on the host.
+        layers: modules that it calls one after the other.
+
+    Raises:
+        ValueError: inductor cannot compile it here; says why.
+    """
+    module = _trace(work, layers)
+    held = _lift(module)
+    whole = split_module(module, None, lambda node: node.meta[PIECE])
+    _Compiler(whole).run(*held)
+    return lambda: whole(*held)
+
+
+def _trace(work: Callable[[], Any], layers: Sequence[nn.Module]) -> fx.GraphModule:
+    """The operations of `work`, each with the number of its piece."""
+    pieces = 0
+
+    def border(*_: Any) -> None:
+        nonlocal pieces
+        mode = get_proxy_mode()
+        if mode is None:  # another thread's pass
+            return
+        _number(mode.tracer.graph, pieces)
+        pieces += 1
+
+    hooks = [layer.register_forward_pre_hook(border) for layer in layers]
+    hooks += [layer.register_forward_hook(border) for layer in layers[-1:]]
+    try:
+        module = make_fx(work)()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    _number(module.graph, pieces)
+    return module
+
+
+def _number(graph: fx.Graph, piece: int) -> None:
+    for node in reversed(graph.nodes):
+        if PIECE in node.meta:
+            break
+        node.meta[PIECE] = piece
+
+
+def _lift(module: fx.GraphModule) -> list[torch.Tensor]:
+    """Make arguments of all tensors that the graph holds; returns them."""
+    graph = module.graph
+    holding = [node for node in graph.nodes if node.op == "get_attr"]
+    names = list(dict.fromkeys(node.target for node in holding))
+    places = {}
+    for name in reversed(names):
+        with graph.inserting_before(None):  # before the first of all
+            places[name] = graph.placeholder(name)
+    for node in holding:
+        node.replace_all_uses_with(places[node.target])
+        graph.erase_node(node)
+    module.recompile()
+    return [getattr(module, name) for name in names]
+
+
+class _Compiler(fx.Interpreter):
+    """Runs the pieces of a module, and puts a compiled one in the place of each."""
+
+    def call_module(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        piece = getattr(self.module, target)
+        key = _signature(piece, args)
+        if key not in _COMPILED:
+            _COMPILED[key] = _compile(piece, args)
+        delattr(self.module, target)
+        setattr(self.module, target, _COMPILED[key])
+        return _COMPILED[key](*args)
+
+
+def _compile(piece: fx.GraphModule, args: tuple[Any, ...]) -> Callable[..., Any]:
+    # importing it takes seconds, which only those who compile should wait for
+    from torch import _inductor
+
+    try:
+        return _inductor.compile(piece, list(args))
+    except Exception as error:  # of a compiler that is missing, or of any part of inductor
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"torch's inductor cannot compile for this machine ({type(error).__name__}: {reason}): "
+            "install a C++ compiler if there is none, or take target.compile=false"
+        ) from error
+
+
+def _signature(piece: fx.GraphModule, args: tuple[Any, ...]) -> str:
+    """What a piece does, whatever its nodes are called."""
+    numbers = {node: f"%{i}" for i, node in enumerate(piece.graph.nodes)}
+    done = [
+        (
+            node.op,
+            str(node.target) if node.op == "call_function" else "",
+            fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__),
+        )
+        for node in piece.graph.nodes
+    ]
+    shapes = [(x.shape, x.stride(), x.dtype, x.device) for x in args]
+    return repr((done, shapes, torch.get_num_threads()))

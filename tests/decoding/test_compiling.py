@@ -1,0 +1,130 @@
+"""Rounds whose passes were compiled: the same output, and every different piece compiled once."""
+
+import threading
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from dspark_train.decoding import compiling
+from dspark_train.decoding.audit import audit
+from dspark_train.decoding.compiling import compiled
+from dspark_train.target.cpu import PackedLinear, can_pack
+from tests.decoding.test_fixed_pass import outputs
+from tests.decoding.test_windows import CASES, make_target
+
+
+@pytest.fixture
+def counted() -> Iterator[mock.Mock]:
+    """Every compilation, from none on."""
+    with (
+        mock.patch.dict(compiling._COMPILED, clear=True),
+        mock.patch.object(compiling, "_compile", side_effect=compiling._compile) as calls,
+    ):
+        yield calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "sampling"),
+    [
+        ("plain", 1, ()),
+        ("plain", 1, (0.8,)),
+        pytest.param("dspark", 2, (), marks=pytest.mark.slow),
+        pytest.param("dspark", 2, (0.8,), marks=pytest.mark.slow),
+        pytest.param("dflash", 1, (), marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_tokens(random_target, kind, rows, sampling) -> None:
+    target = random_target()
+    expected, _ = outputs(target, kind, False, sampling, rows, count=6)
+    target.compiles = True
+    found, engine = outputs(target, kind, True, sampling, rows, count=6)
+    assert found == expected
+    assert engine.fixed.recorder.layers is target.layers
+
+
+class Layers(nn.Module):
+    """Products with a residual between them, packed or not."""
+
+    def __init__(self, count: int, packed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linears = [nn.Linear(8, 8).requires_grad_(False) for _ in range(count)]
+        self.layers = nn.ModuleList(map(PackedLinear, linears) if packed else linears)
+        self.held = [torch.zeros(2, 8) for _ in linears]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = x + layer(x).tanh()
+            self.held[i].copy_(x)
+        return sum(self.held), None, x
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@torch.inference_mode()
+def test_layers_are_one_piece(counted, packed) -> None:
+    """Five layers with weights of their own: the first of them, and what the others repeat."""
+    if packed and not can_pack(torch.float32, torch.device("cpu")):
+        pytest.skip("no packed products on this machine")
+    model, x = Layers(5, packed), torch.randn(2, 8)
+    work = compiled(lambda: model(x), model.layers)
+    assert counted.call_count <= 4
+    x.copy_(torch.randn(2, 8))
+    expected = model(x)
+    held = [x.clone() for x in model.held]
+    for written in model.held:
+        written.zero_()
+    found = work()
+    assert found[1] is None
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[2], expected[2])
+    torch.testing.assert_close(model.held, held)
+    compiled(lambda: model(x), model.layers)
+    assert counted.call_count <= 4
+
+
+@torch.inference_mode()
+def test_pieces_of_other_work_are_not_taken() -> None:
+    """What differs in an operation, a number or a shape is another piece."""
+    x = torch.randn(2, 8)
+    for work in (lambda: x * 2, lambda: x * 3, lambda: x + 2, lambda: x[:1] * 2, lambda: x.T * 2):
+        torch.testing.assert_close(compiled(work, [])(), work())
+
+
+@torch.inference_mode()
+def test_passes_of_other_threads_do_not_matter() -> None:
+    model, x = Layers(2, False), torch.randn(2, 8)
+
+    def work() -> torch.Tensor:
+        thread = threading.Thread(target=model.layers[1], args=(x,))
+        thread.start()
+        thread.join()
+        return model(x)[0]
+
+    expected = work()
+    torch.testing.assert_close(compiled(work, model.layers)(), expected)
+
+
+@torch.inference_mode()
+def test_a_machine_that_cannot_compile_is_told(counted) -> None:
+    from torch._inductor import config
+
+    x = torch.randn(3)
+    with (
+        config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}),
+        pytest.raises(ValueError, match=r"cannot compile.*target\.compile=false"),
+    ):
+        compiled(lambda: x.sin() * 5.125, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_families(family, attention) -> None:
+    target = make_target(family, attention)
+    expected, _ = outputs(target, "dspark", False, count=4)
+    target.compiles = True
+    found, engine = outputs(target, "dspark", True, count=4)
+    assert found == expected
+    assert audit(engine) < 1e-4
