@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from dspark_train.decoding import compiling
-from dspark_train.decoding.audit import audit
 from dspark_train.decoding.compiling import compiled
 from dspark_train.target.cpu import PackedLinear, can_pack
 from tests.decoding.test_fixed_pass import outputs
@@ -26,23 +25,51 @@ def counted() -> Iterator[mock.Mock]:
         yield calls
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows", "sampling"),
-    [
-        ("plain", 1, ()),
-        ("plain", 1, (0.8,)),
-        pytest.param("dspark", 2, (), marks=pytest.mark.slow),
-        pytest.param("dspark", 2, (0.8,), marks=pytest.mark.slow),
-        pytest.param("dflash", 1, (), marks=pytest.mark.slow),
-    ],
-)
-def test_the_same_tokens(random_target, kind, rows, sampling) -> None:
-    target = random_target()
-    expected, _ = outputs(target, kind, False, sampling, rows, count=6)
+@pytest.fixture
+def traced() -> Iterator[None]:
+    """Pieces run as they were traced: what a compiler makes of them is another matter, and slow."""
+    with (
+        mock.patch.dict(compiling._COMPILED, clear=True),
+        mock.patch.object(compiling, "_compile", lambda piece, args: piece),
+    ):
+        yield
+
+
+def compare(target, kind: str, sampling=()) -> None:
+    expected, _ = outputs(target, kind, False, sampling, count=6)
     target.compiles = True
-    found, engine = outputs(target, kind, True, sampling, rows, count=6)
+    found, engine = outputs(target, kind, True, sampling, count=6)
     assert found == expected
     assert engine.fixed.recorder.layers is target.layers
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("sampling", [(), (0.8,)])
+@pytest.mark.parametrize("kind", ["plain", "dflash", "dspark"])
+def test_traced_rounds_give_the_same_tokens(random_target, kind, sampling) -> None:
+    compare(random_target(), kind, sampling)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_families(family, attention) -> None:
+    compare(make_target(family, attention), "dspark")
+
+
+def test_compiled_rounds_give_the_same_tokens(random_target) -> None:
+    target = random_target()
+    expected, _ = outputs(target, "plain", False, rows=1, count=4)
+    target.compiles = True
+    assert outputs(target, "plain", True, rows=1, count=4)[0] == expected
+
+
+@pytest.mark.slow
+def test_compiled_drafts_give_the_same_tokens(random_target) -> None:
+    target = random_target()
+    expected, _ = outputs(target, "dspark", False, (0.8,), rows=1, count=4)
+    target.compiles = True
+    assert outputs(target, "dspark", True, (0.8,), rows=1, count=4)[0] == expected
 
 
 class Layers(nn.Module):
@@ -117,14 +144,3 @@ def test_a_machine_that_cannot_compile_is_told(counted) -> None:
         pytest.raises(ValueError, match=r"cannot compile.*target\.compile=false"),
     ):
         compiled(lambda: x.sin() * 5.125, [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "attention"), CASES)
-def test_families(family, attention) -> None:
-    target = make_target(family, attention)
-    expected, _ = outputs(target, "dspark", False, count=4)
-    target.compiles = True
-    found, engine = outputs(target, "dspark", True, count=4)
-    assert found == expected
-    assert audit(engine) < 1e-4
