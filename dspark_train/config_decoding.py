@@ -36,9 +36,9 @@ class BenchConfig:
     """Held-out prompts, decoded by everything side by side, once per temperature.
 
     `decoders`: some of plain (always: all are compared with it), lookup, causal, dflash, dspark,
-    tree, transformers, and its modes transformers_lookup, transformers_assistant,
-    transformers_dflash; where a number of guesses can be chosen, `lookup:4` does, and several may
-    stand side by side; `tree:16` has 16 nodes.
+    tree, transformers, and its modes transformers_compiled, transformers_lookup,
+    transformers_assistant, transformers_dflash; where a number of guesses can be chosen, `lookup:4`
+    does, and several may stand side by side; `tree:16` has 16 nodes.
     `assistant` is the smaller model of causal and transformers_assistant, `dflash` the checkpoint
     of dflash and transformers_dflash (null: the one that is decoded with, without its heads).
     `transformers_packed`: its modes once more, on weights packed as ours are. `sources`: prompts

@@ -8,7 +8,8 @@ from dspark_train.decoding.proposers.tree import MOST_NODES
 
 # those of stages/bench_decoders.py; the guesses of some are counted, as in lookup:4
 DECODERS = ("plain", "lookup", "causal", "dflash", "dspark", "tree", "transformers")
-DECODERS += ("transformers_lookup", "transformers_assistant", "transformers_dflash")
+DECODERS += ("transformers_compiled", "transformers_lookup", "transformers_assistant")
+DECODERS += ("transformers_dflash",)
 COUNTED = ("lookup", "causal", "tree", "transformers_lookup", "transformers_assistant")
 
 

@@ -134,7 +134,8 @@ def measure(config: Config, decoders: list[Decoder], prompts: list[list[int]]) -
         for decoder in decoders
         if batch == 1 or decoder.batches
     ]
-    turns = range(-int(config.target.graphs or config.target.compile), b.rounds)
+    compiled = config.target.compile or "transformers_compiled" in b.decoders
+    turns = range(-int(compiled or config.target.graphs), b.rounds)
     total = len(turns) * sum(len(prompts) // row.batch for row in rows)
     with tqdm(total=total, desc="bench", unit="answer", mininterval=1) as bar:
         for turn in turns:

@@ -1,7 +1,7 @@
 """What the bench decodes with, by name: ours with each proposer, and transformers' modes.
 
     plain, lookup[:N], causal[:N], dflash, dspark, tree[:N]   ours
-    transformers, transformers_lookup[:N],
+    transformers, transformers_compiled, transformers_lookup[:N],
     transformers_assistant[:N], transformers_dflash           `generate` of transformers
 
 N is how many tokens are guessed ahead, of a tree how many nodes it has. transformers decodes on its
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 
 from dspark_train.config import Config
 from dspark_train.decoding import SpeculativeDecoder, TreeShape
@@ -173,7 +174,9 @@ def transformers_modes(
     for name in names:
         kind, count = split_name(name)
         mode: dict[str, Any] = {}
-        if kind == "transformers_lookup":
+        if kind == "transformers_compiled":
+            mode = {"cache_implementation": "static", "compile_config": compile_config()}
+        elif kind == "transformers_lookup":
             mode = {"prompt_lookup_num_tokens": count or 10}
         elif kind == "transformers_assistant":
             model = assistant(config, target).model
@@ -187,7 +190,15 @@ def transformers_modes(
             if target.packed:
                 pack_linears(drafter)
             mode = {"assistant_model": drafter, "speculation_type": "dflash"}
-        yield transformers_generate(name + suffix, target, tokens, mode)
+        assisted = kind not in ("transformers", "transformers_compiled")
+        yield transformers_generate(name + suffix, target, tokens, mode, assisted)
+
+
+def compile_config() -> CompileConfig:
+    """Compile with a static cache, on CPUs too, which transformers would not by itself."""
+    config = CompileConfig(mode="default", fullgraph=False)
+    config._compile_all_devices = True
+    return config
 
 
 def dflash_assistant(config: Config, target: Target, checkpoint: str) -> DFlashAssistant:
@@ -207,7 +218,7 @@ def dflash_assistant(config: Config, target: Target, checkpoint: str) -> DFlashA
 
 
 def transformers_generate(
-    name: str, target: Target, max_new_tokens: int, mode: dict[str, Any]
+    name: str, target: Target, max_new_tokens: int, mode: dict[str, Any], assisted: bool
 ) -> Decoder:
     """`generate` of transformers with the arguments of a mode; an assisted one takes one prompt.
 
@@ -225,7 +236,8 @@ def transformers_generate(
         width = max(map(len, prompts))
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=target.device)
         shown = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        passes[0], handle = 0, target.model.register_forward_hook(count)
+        passes[0] = 0
+        handle = target.model.register_forward_hook(count) if assisted else None
         try:
             output = target.model.generate(
                 ids,
@@ -236,7 +248,8 @@ def transformers_generate(
                 **mode,
             )
         finally:
-            handle.remove()
+            if handle is not None:
+                handle.remove()
         return [counted(row[width:].tolist()) for row in output]
 
     def counted(tokens: list[int]) -> tuple[list[int], DecodingStats]:
@@ -244,10 +257,10 @@ def transformers_generate(
         tokens = tokens[: ends[0] + 1] if ends else tokens
         # plain: the first token comes from the prefill, as in our statistics; an assisted prefill
         # may give several
-        steps = passes[0] if mode else len(tokens) - 1
-        committed = len(tokens) if mode else steps
+        steps = passes[0] if assisted else len(tokens) - 1
+        committed = len(tokens) if assisted else steps
         stats = DecodingStats(requests=1, rounds=steps, tokens=len(tokens), committed=committed)
-        stats.histogram = [] if mode else [steps]
+        stats.histogram = [] if assisted else [steps]
         return tokens, stats
 
-    return Decoder(name, decode, batches=not mode)
+    return Decoder(name, decode, batches=not assisted)

@@ -73,6 +73,24 @@ def test_everything_side_by_side(
     assert "extra verified node" in ended.out
 
 
+@pytest.mark.slow
+def test_compiled_beside_compiled(tiny_run_finished: Run, tmp_path: Path) -> None:
+    """Both sides; what compiles at first is decoded once before anything is timed."""
+    ended = tiny_run_finished(
+        "stages=[bench]",
+        "target.compile=true",
+        "bench.decoders=[plain,dspark,transformers,transformers_compiled]",
+        "bench.prompts=2",
+        "bench.max_new_tokens=6",
+        "bench.temperatures=[0.0]",
+    )
+    assert ended.status == 0, ended
+    report = json.loads((tmp_path / "run" / "bench" / "report.json").read_text())
+    rows = {row["name"]: row for row in report["rows"]}
+    assert all(row["greedy_identical"] and row["prompts"] == 2 for row in rows.values())
+    assert rows["transformers_compiled"]["tau"] == rows["transformers"]["tau"] == 1
+
+
 def test_a_recorded_round_has_all_its_parts_and_leaves_nothing_behind(random_target) -> None:
     target = random_target()
     decoder = SpeculativeDecoder.with_drafter(target, make_drafter(target))
