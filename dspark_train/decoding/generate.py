@@ -189,20 +189,25 @@ class SpeculativeDecoder:
                 )
         if not requests:
             return []
-        rows = min(rows, len(requests))
-        engine = Engine(self.target, self.proposer, self.vocabulary, rows=rows)
-        stats = decode_all(engine, requests)
-        self.proposer.open(self.engine.rows)  # the proposer goes back to the engine of one
-        self.engine.requests.clear()
+        stats = decode_all(self._engine_of(min(rows, len(requests))), requests)
+        if not self.target.graphs:  # which would be recorded again; else memory is let go
+            self._engine_of(1)
         return [result(request, each) for request, each in zip(requests, stats, strict=True)]
+
+    def _engine_of(self, rows: int) -> Engine:
+        """The engine, with so many rows and no request in it."""
+        # a stream that was not read to its end leaves one
+        for left in tuple(self.engine.requests):
+            self.engine.remove(left)
+        if self.engine.rows != rows:
+            self.engine = Engine(self.target, self.proposer, self.vocabulary, rows=rows)
+        return self.engine
 
     def _pieces(
         self, request: Request, trace: Callable[[Round], None] | None
     ) -> Iterator[str | Result]:
-        stats, engine = DecodingStats(requests=1), self.engine
+        stats, engine = DecodingStats(requests=1), self._engine_of(1)
         request.traced = trace is not None
-        for left in tuple(engine.requests):  # a stream that was not read to its end
-            engine.remove(left)
         stats.seconds["prefill"] = engine.add([request])
         stats.tokens = 1
         text = request.text

@@ -49,10 +49,14 @@ def record_round(decoder: SpeculativeDecoder, prompt: list[int], max_new_tokens:
     Seconds from its beginning; the last span, "round", is the whole. On a CPU, where a call ends
     when its work is done.
     """
+    decoder.generate(prompt, 1)  # batches have had an engine of their own
     engine, proposer = decoder.engine, decoder.proposer
     spans: list[Span] = []
-    watched = [(layer, "forward", "target") for layer in decoder.target.layers]
-    watched += [(layer, "forward", "drafter") for layer in proposer.drafter.layers]
+    if engine.fixed is None:
+        watched = [(layer, "forward", "target") for layer in decoder.target.layers]
+        watched += [(layer, "forward", "drafter") for layer in proposer.drafter.layers]
+    else:  # recorded passes are wholes, the target's with its LM head
+        watched = [(engine.fixed, "read", "target"), (proposer, "_recorded", "drafter")]
     watched += [(proposer.drafter, "context_kv", "drafter")]
     watched += [(proposer, "_unary", "drafter's LM head"), (engine, "_logits", "target's LM head")]
     watched += [(engine, "step", "round"), (engine, "decide", "sampling")]

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
+from dspark_train.decoding import SpeculativeDecoder
 from dspark_train.decoding.audit import audit
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.fixed_pass import FixedPasses
@@ -163,3 +164,30 @@ def test_rounds_of_fixed_shapes_count_as_padded(random_target) -> None:
     assert not Engine(target, PlainProposer()).pads
     target.graphs = True
     assert Engine(target, PlainProposer()).pads
+
+
+def test_a_decoder_records_a_shape_once(random_target) -> None:
+    """`run` and `generate` find what an earlier call of theirs has recorded."""
+    target = random_target()
+    target.graphs = True
+    decoder = SpeculativeDecoder(target, proposer_of("dspark", target))
+    with mock.patch.object(
+        FixedPasses, "_make", autospec=True, side_effect=FixedPasses._make
+    ) as made:
+
+        def both(call) -> bool:
+            before = call()
+            recorded = made.call_count
+            again = call()
+            assert [r.tokens for r in before] == [r.tokens for r in again]
+            return made.call_count == recorded > 0
+
+        assert both(lambda: decoder.run([decoder.request(p, 8) for p in PROMPTS], rows=2))
+        assert both(lambda: [decoder.generate(p, 8) for p in PROMPTS])
+
+
+def test_memory_of_a_batch_is_let_go_without_graphs(random_target) -> None:
+    decoder = SpeculativeDecoder(random_target(), PlainProposer())
+    decoder.run([decoder.request(p, 8) for p in PROMPTS], rows=3)
+    assert decoder.engine.rows == 1
+    assert decoder.engine.cache.nbytes == 0

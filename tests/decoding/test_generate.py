@@ -153,6 +153,12 @@ def test_a_stream_that_is_left_does_not_harm_the_next_request(target):
     for _ in decoder.stream([2, 2, 2], 12):
         break
     assert decoder.generate(PROMPT, 12).tokens == whole
+    left = iter(decoder.stream([2, 2, 2], 12))
+    next(left)
+    both = decoder.run([decoder.request(PROMPT, 12), decoder.request([2, 2], 12)])
+    assert both[0].tokens == whole
+    with pytest.raises(RuntimeError, match="another request has begun"):
+        list(left)
 
 
 def test_rounds_are_traced_with_confidences_and_sum_to_the_statistics(target):
