@@ -1,4 +1,8 @@
-"""checkpoint under load: policies side by side, over a real socket, asked by a second process."""
+"""checkpoint under load: policies side by side, over a real socket, asked by a second process.
+
+A policy serves all of its loads, one after the other, and keeps what it has learnt, as that of a
+server would.
+"""
 
 import json
 import socket
@@ -58,6 +62,10 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     engine = make_engine(replace(config, serve=serve))
     slots, temperatures = proposer_facts(config, engine)
     costs = measured(engine, slots, serve.cost_table, serve.cost_seconds)
+    schedulers = {
+        name: make_scheduler(name, slots, costs, temperatures, padded=engine.pads, follow=True)
+        for name in b.policies
+    }
     rows, heard = [], []
     ids = [row["prompt"] for row in prompts]
     runs = [(load, turn) for load in b.concurrency for turn in range(b.rounds)]
@@ -66,14 +74,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
             # who comes first changes, so that a machine which slows down slows all of them
             start = turn % len(b.policies)
             for name in b.policies[start:] + b.policies[:start]:
-                engine.scheduler = make_scheduler(
-                    name,
-                    slots,
-                    costs,
-                    temperatures,
-                    padded=engine.pads,
-                    follow=True,
-                )
+                engine.scheduler = schedulers[name]
                 row, answers = measure(config, engine, ids, load)
                 rows.append({"policy": name, "concurrency": load, "round": turn, **row})
                 heard.append(answers)
