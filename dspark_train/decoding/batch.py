@@ -19,6 +19,8 @@ def decode_all(
     engine: Engine,
     requests: Sequence[Request],
     progress: Callable[[int, Request], None] | None = None,
+    *,
+    rows: int | None = None,
 ) -> list[DecodingStats]:
     """Run requests to their ends, as many at a time as the engine has rows.
 
@@ -26,17 +28,19 @@ def decode_all(
         engine: with no request in it.
         requests: not begun.
         progress: called with (index, request) as each one finishes.
+        rows: as many at a time, if that is less than the engine has.
 
     Returns:
         The statistics of each; a request's seconds are its shares of the rounds it was in.
     """
+    unused = engine.rows - (rows or engine.rows)
     stats = [DecodingStats(requests=1, tokens=1) for _ in requests]
     index = {id(request): i for i, request in enumerate(requests)}
     # long prompts first: rows of like length share a pass, and the last ones to finish are short
     waiting = sorted(range(len(requests)), key=lambda i: (requests[i].prompt_length, i))
     while waiting or engine.requests:
         fresh: list[Request] = []
-        while waiting and len(fresh) < engine.free:
+        while waiting and len(fresh) < engine.free - unused:
             if fresh and (len(fresh) + 1) * fresh[0].prompt_length > _PREFILL_TOKENS:
                 break
             fresh.append(requests[waiting.pop()])

@@ -5,6 +5,7 @@ and each is launched by itself. torch's inductor makes a few kernels of them. Th
 are the same piece many times, so that compiling a shape takes seconds.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +13,51 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.passes.split_module import split_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PIECE = "piece"
 # compiled pieces by what they do, and to tensors of which shape; they hold no weights
 _COMPILED: dict[str, Callable[..., Any]] = {}
+# make_fx changes torch for as long as it traces
+_TRACING = threading.RLock()
+
+aten = torch.ops.aten
+HOST_METHODS = (torch.Tensor.tolist, torch.Tensor.numpy)
+HOST_READS = (
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.lift_fresh.default,
+    aten.masked_select.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+)
+BY_MASK = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+
+
+class HostReadError(RuntimeError):
+    """Work read a value on the host, or made a tensor of one: it could not be repeated."""
+
+
+class NoHostReads(TorchDispatchMode):
+    """Within, work is refused that could not be repeated without its Python."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        places = args[1] if func in BY_MASK else ()
+        if func in HOST_READS or any(i is not None and i.dtype == torch.bool for i in places):
+            raise HostReadError(f"{func} within recorded work")
+        return func(*args, **(kwargs or {}))
+
+
+class NoHostMethods(TorchFunctionMode):
+    """The same for methods that torch does not dispatch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOST_METHODS:
+            raise HostReadError(f"{func.__name__} within recorded work")
+        return func(*args, **(kwargs or {}))
 
 
 def compiled(work: Callable[[], Any], layers: Sequence[nn.Module]) -> Callable[[], Any]:
@@ -26,31 +68,44 @@ def compiled(work: Callable[[], Any], layers: Sequence[nn.Module]) -> Callable[[
         layers: modules that it calls one after the other.
 
     Raises:
-        ValueError: inductor cannot compile it here; says why.
+        ValueError: it reads values on the host, or inductor cannot compile it here; says why.
     """
-    module = _trace(work, layers)
-    held = _lift(module)
-    whole = split_module(module, None, lambda node: node.meta[PIECE])
-    _Compiler(whole).run(*held)
+    try:
+        with _TRACING:
+            module = _trace(work, layers)
+            held = _lift(module)
+            whole = split_module(module, None, lambda node: node.meta[PIECE])
+            _Compiler(whole).run(*held)
+    except Exception as error:  # a model's own way, a missing compiler, or any part of inductor
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise ValueError(
+            f"this model cannot be compiled here ({type(error).__name__}: {reason}): take "
+            "target.compile=false, or install a C++ compiler if that is what is missing"
+        ) from error
     return lambda: whole(*held)
 
 
 def _trace(work: Callable[[], Any], layers: Sequence[nn.Module]) -> fx.GraphModule:
     """The operations of `work`, each with the number of its piece."""
-    pieces = 0
+    pieces, own = 0, None
 
     def border(*_: Any) -> None:
         nonlocal pieces
-        mode = get_proxy_mode()
-        if mode is None:  # another thread's pass
+        if own is None or get_proxy_mode() is not own:  # another thread's pass
             return
-        _number(mode.tracer.graph, pieces)
+        _number(own.tracer.graph, pieces)
         pieces += 1
+
+    def watched() -> Any:
+        nonlocal own
+        own = get_proxy_mode()
+        with NoHostReads(), NoHostMethods():
+            return work()
 
     hooks = [layer.register_forward_pre_hook(border) for layer in layers]
     hooks += [layer.register_forward_hook(border) for layer in layers[-1:]]
     try:
-        module = make_fx(work)()
+        module = make_fx(watched)()
     finally:
         for hook in hooks:
             hook.remove()
@@ -98,14 +153,7 @@ def _compile(piece: fx.GraphModule, args: tuple[Any, ...]) -> Callable[..., Any]
     # importing it takes seconds, which only those who compile should wait for
     from torch import _inductor
 
-    try:
-        return _inductor.compile(piece, list(args))
-    except Exception as error:  # of a compiler that is missing, or of any part of inductor
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"torch's inductor cannot compile for this machine ({type(error).__name__}: {reason}): "
-            "install a C++ compiler if there is none, or take target.compile=false"
-        ) from error
+    return _inductor.compile(piece, list(args))
 
 
 def _signature(piece: fx.GraphModule, args: tuple[Any, ...]) -> str:

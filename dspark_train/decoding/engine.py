@@ -21,6 +21,7 @@ from dspark_train.decoding.cache import KVCache
 from dspark_train.decoding.fixed_pass import FixedPasses
 from dspark_train.decoding.proposers import Proposal, Proposer, Tree, TreeProposer
 from dspark_train.decoding.ragged import read_ragged
+from dspark_train.decoding.recording import tier_of
 from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.scheduler import Fixed, Scheduler
 from dspark_train.decoding.stats import Round, Seconds
@@ -106,7 +107,8 @@ class Engine:
             self.cache.truncate([0])
             self.proposer.start(row)
         self.cache.activate(first, len(self.requests))
-        self.cache.reserve(max(r.prompt_length + r.max_new_tokens for r in requests))
+        longest = max(r.prompt_length + r.max_new_tokens for r in requests)
+        self.cache.reserve(longest if self.fixed is None else tier_of(self.cache, longest))
         fresh = [len(r.tokens) == r.prompt_length for r in requests]
         read = [r.tokens if new else r.tokens[:-1] for r, new in zip(requests, fresh, strict=True)]
         hidden = self._read(first, requests, read)

@@ -46,18 +46,18 @@ class FixedPasses:
     """
 
     def __init__(self, target: Target, cache: KVCache, rows: int, taps: Sequence[int]) -> None:
+        given = f"target.{'compile' if target.compiles else 'graphs'}=false"
         if target.recurrent:
             raise ValueError(
                 f"target {target.name} has recurrent layers, whose states are put back between "
-                "passes: graphs cannot decode it; take target.graphs=false"
+                f"passes: fixed shapes cannot decode it; take {given}"
             )
         rope = getattr(target.model.config.get_text_config(), "rope_parameters", None) or {}
         kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
         if wrong := {part.get("rope_type") for part in kinds} & HOST_ROPE:
             raise ValueError(
                 f"target {target.name} has positions of type {sorted(wrong)}, which read the "
-                "length of the text on the host: graphs cannot decode it; take "
-                "target.graphs=false"
+                f"length of the text on the host: fixed shapes cannot decode it; take {given}"
             )
         self.target, self.cache, self.rows, self.taps = target, cache, rows, taps
         self.recorder = Recorder.of(target, target.layers)

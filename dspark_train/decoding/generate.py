@@ -31,7 +31,7 @@ class SpeculativeDecoder:
 
     Args:
         target: the frozen model.
-        proposer: what guesses ahead, over the target's usable vocabulary.
+        proposer: what guesses ahead, over the target's usable vocabulary; for this decoder alone.
     """
 
     def __init__(self, target: Target, proposer: Proposer) -> None:
@@ -189,17 +189,19 @@ class SpeculativeDecoder:
                 )
         if not requests:
             return []
-        stats = decode_all(self._engine_of(min(rows, len(requests))), requests)
-        if not self.target.graphs:  # which would be recorded again; else memory is let go
+        rows = min(rows, len(requests))
+        stats = decode_all(self._engine_of(rows), requests, rows=rows)
+        if not self.target.graphs:  # what was recorded would be lost; else memory is let go
             self._engine_of(1)
         return [result(request, each) for request, each in zip(requests, stats, strict=True)]
 
     def _engine_of(self, rows: int) -> Engine:
-        """The engine, with so many rows and no request in it."""
+        """The engine, with so many rows, with graphs maybe more, and no request in it."""
         # a stream that was not read to its end leaves one
         for left in tuple(self.engine.requests):
             self.engine.remove(left)
-        if self.engine.rows != rows:
+        enough = self.engine.rows >= rows if self.target.graphs else self.engine.rows == rows
+        if not enough:
             self.engine = Engine(self.target, self.proposer, self.vocabulary, rows=rows)
         return self.engine
 

@@ -28,9 +28,14 @@ def tier(size: int, largest: int | None = None) -> int:
     return found if largest is None else min(found, largest)
 
 
+def tier_of(cache: KVCache, positions: int) -> int:
+    """The tier of positions from `positions` on, in blocks of a cache."""
+    return cache.block * tier(-(-positions // cache.block))
+
+
 def room(cache: KVCache, positions: int) -> int:
-    """The tier of positions from `positions` on, in blocks of a cache, which has storage for it."""
-    end = cache.block * tier(-(-positions // cache.block))
+    """The tier of positions from `positions` on, for which the cache has storage then."""
+    end = tier_of(cache, positions)
     cache.reserve(end)
     cache.grow()
     return end

@@ -2,14 +2,21 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from transformers import JetMoeConfig, JetMoeForCausalLM
 
 from dspark_train.decoding import compiling
 from dspark_train.decoding.compiling import compiled
+from dspark_train.decoding.engine import Engine
+from dspark_train.decoding.proposers import PlainProposer
+from dspark_train.decoding.request import Request
+from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.target import Target
 from dspark_train.target.cpu import PackedLinear, can_pack
 from tests.decoding.test_fixed_pass import outputs
 from tests.decoding.test_windows import CASES, make_target
@@ -134,6 +141,61 @@ def test_passes_of_other_threads_do_not_matter() -> None:
     torch.testing.assert_close(compiled(work, model.layers)(), expected)
 
 
+@pytest.mark.usefixtures("traced")
+def test_two_threads_may_trace() -> None:
+    """Each has a model of its own, and one model is shared."""
+    shared, x, wrong = Layers(3, False), torch.randn(2, 8), []
+
+    @torch.inference_mode()
+    def trace(seed: int) -> None:
+        for model in (Layers(3, False), shared):
+            given = x + seed
+            found = compiled(lambda model=model, given=given: model(given)[2], model.layers)()
+            if not torch.equal(found, model(given)[2]):
+                wrong.append(seed)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(trace, range(6)))
+    assert not wrong
+
+
+def test_a_model_that_reads_on_the_host_is_refused() -> None:
+    """Of JetMoe's experts the host reads the sizes: what they were once would stay in the trace."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "kv_channels": 8, "num_hidden_layers": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    config = JetMoeConfig(vocab_size=11, max_position_embeddings=64, **sizes, **experts)
+    target = Target.wrap(JetMoeForCausalLM(config))
+    target.graphs = target.compiles = True
+    engine = Engine(target, PlainProposer())
+    engine.add([Request([1, 2], SamplingSettings(), 4)])
+    with pytest.raises(ValueError, match=r"HostReadError: tolist.*take target\.compile=false"):
+        engine.step()
+
+
+@torch.inference_mode()
+def test_what_could_not_be_repeated_is_refused() -> None:
+    x = torch.randn(3)
+    reads = (
+        lambda: x.numpy().sum(),
+        lambda: x * x.sum().item(),
+        lambda: x * float(x[0]),
+        lambda: x[x > 0],
+        lambda: x if x[0] > 0 else -x,
+    )
+    for work in reads:
+        with pytest.raises(ValueError, match=r"HostReadError|tracing tensor"):
+            compiled(work, [])
+
+
+@torch.inference_mode()
+def test_an_error_without_words_is_told_by_its_name(counted) -> None:
+    counted.side_effect = AssertionError()
+    x = torch.randn(3)
+    with pytest.raises(ValueError, match=r"compiled here \(AssertionError"):
+        compiled(lambda: x + 1, [])
+
+
 @torch.inference_mode()
 def test_a_machine_that_cannot_compile_is_told(counted) -> None:
     from torch._inductor import config
@@ -141,6 +203,6 @@ def test_a_machine_that_cannot_compile_is_told(counted) -> None:
     x = torch.randn(3)
     with (
         config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}),
-        pytest.raises(ValueError, match=r"cannot compile.*target\.compile=false"),
+        pytest.raises(ValueError, match=r"cannot be compiled.*target\.compile=false"),
     ):
         compiled(lambda: x.sin() * 5.125, [])

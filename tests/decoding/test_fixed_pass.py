@@ -134,6 +134,9 @@ def test_recurrent_targets_are_refused(random_target) -> None:
     target.recurrent = True
     with pytest.raises(ValueError, match=r"recurrent layers.*take target\.graphs=false"):
         FixedPasses(target, None, 1, ())
+    target.compiles = True
+    with pytest.raises(ValueError, match=r"take target\.compile=false"):
+        FixedPasses(target, None, 1, ())
 
 
 def test_positions_that_the_host_reads_are_refused(random_target) -> None:
@@ -175,15 +178,29 @@ def test_a_decoder_records_a_shape_once(random_target) -> None:
         FixedPasses, "_make", autospec=True, side_effect=FixedPasses._make
     ) as made:
 
-        def both(call) -> bool:
-            before = call()
-            recorded = made.call_count
-            again = call()
-            assert [r.tokens for r in before] == [r.tokens for r in again]
-            return made.call_count == recorded > 0
+        def run(rows: int) -> list[list[int]]:
+            requests = [decoder.request(p, 8) for p in PROMPTS]
+            return [result.tokens for result in decoder.run(requests, rows)]
 
-        assert both(lambda: decoder.run([decoder.request(p, 8) for p in PROMPTS], rows=2))
-        assert both(lambda: [decoder.generate(p, 8) for p in PROMPTS])
+        expected, counts = run(3), []
+        for _ in range(3):
+            assert run(2) == [decoder.generate(p, 8).tokens for p in PROMPTS] == run(3) == expected
+            counts.append(made.call_count)
+    assert decoder.engine.rows == 3
+    assert 0 < counts[0] == counts[1] == counts[2]
+
+
+def test_no_more_rows_at_a_time_than_asked_for(random_target) -> None:
+    target = random_target()
+    target.graphs = True
+    decoder = SpeculativeDecoder(target, PlainProposer())
+    decoder.run([decoder.request(p, 8) for p in PROMPTS], rows=4)
+    seen, step = [], Engine.step
+    with mock.patch.object(
+        Engine, "step", autospec=True, side_effect=lambda e: seen.append(len(e.requests)) or step(e)
+    ):
+        decoder.run([decoder.request(p, 8) for p in PROMPTS], rows=2)
+    assert max(seen) == 2
 
 
 def test_memory_of_a_batch_is_let_go_without_graphs(random_target) -> None:

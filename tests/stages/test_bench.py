@@ -80,6 +80,7 @@ def test_compiled_beside_compiled(tiny_run_finished: Run, tmp_path: Path) -> Non
         "stages=[bench]",
         "target.compile=true",
         "bench.decoders=[plain,dspark,transformers,transformers_compiled]",
+        "bench.transformers_packed=true",
         "bench.prompts=2",
         "bench.max_new_tokens=6",
         "bench.temperatures=[0.0]",
