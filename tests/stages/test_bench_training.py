@@ -104,12 +104,15 @@ def test_the_report_says_what_ran_out_of_memory(
 def test_in_a_process_of_its_own_the_lean_loss_needs_less_memory() -> None:
     case = {"case": "loss", "steps": 1, "memory_mb": 8.0, "dtype": "float32", **CASE}
     case["sizes"] = {**TINY, "vocab_size": 200_000}
-    peaks = [
-        bench_training.measured({**case, "loss": loss})["peak_mb"] for loss in ("reference", "lean")
-    ]
-    logits_mb = 8 * 7 * 200_000 * 4 / 2**20
-    assert peaks[0] > 4 * logits_mb
-    assert peaks[1] < peaks[0] / 4
+
+    def peak_mb(loss: str) -> float:
+        # what malloc keeps of freed memory comes on top: 33 to 82 MB of one step were seen
+        case["loss"] = loss
+        return min(bench_training.measured(case)["peak_mb"] for _ in range(3))
+
+    reference, logits_mb = peak_mb("reference"), 8 * 7 * 200_000 * 4 / 2**20
+    assert reference > 4 * logits_mb
+    assert peak_mb("lean") < reference / 4
 
 
 @pytest.mark.slow
