@@ -159,7 +159,9 @@ def ours(name: str, target: Target, proposer: Proposer, max_new_tokens: int) -> 
         weights = 0 if model is None else weight_bytes(getattr(model, "model", model))
         caches = {"target": decoder.engine.cache, "drafter": getattr(proposer, "cache", None)}
         return {"drafter_bytes": weights} | {
-            f"{whose}_cache_bytes_per_token": 0 if cache is None else cache.nbytes // cache.capacity
+            f"{whose}_cache_bytes_per_token": 0
+            if cache is None
+            else cache.nbytes // (cache.capacity * cache.num_rows)
             for whose, cache in caches.items()
         }
 

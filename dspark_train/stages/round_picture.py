@@ -49,7 +49,6 @@ def record_round(decoder: SpeculativeDecoder, prompt: list[int], max_new_tokens:
     Seconds from its beginning; the last span, "round", is the whole. On a CPU, where a call ends
     when its work is done.
     """
-    decoder.generate(prompt, 1)  # batches have had an engine of their own
     engine, proposer = decoder.engine, decoder.proposer
     spans: list[Span] = []
     if engine.fixed is None:

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from dspark_train.decoding import SpeculativeDecoder
+from dspark_train.decoding.loading import block_proposer
 from dspark_train.decoding.stats import DecodingStats, Round, Seconds
 from dspark_train.decoding.verdicts import decide
+from dspark_train.stages.bench_decoders import ours
 from dspark_train.stages.bench_model import speed_model
 from dspark_train.stages.bench_rows import context_bucket
 from dspark_train.stages.round_picture import LANES, record_round
@@ -90,6 +92,21 @@ def test_compiled_beside_compiled(tiny_run_finished: Run, tmp_path: Path) -> Non
     rows = {row["name"]: row for row in report["rows"]}
     assert all(row["greedy_identical"] and row["prompts"] == 2 for row in rows.values())
     assert rows["transformers_compiled"]["tau"] == rows["transformers"]["tau"] == 1
+
+
+def test_caches_are_counted_for_one_row(random_target) -> None:
+    """With graphs the rows of an earlier batch are still there."""
+    target = random_target()
+    found = []
+    for target.graphs in (False, True):
+        drafter = make_drafter(target)
+        decoder = ours("dspark", target, block_proposer(drafter, target), 4)
+        decoder.decode([[1, 2], [3], [0]], 0.0, [0, 1, 2])
+        found.append(decoder.memory())
+    assert found[0] == found[1]
+    assert (
+        found[0]["target_cache_bytes_per_token"] == 2 * 3 * 8 * 4
+    )  # K and V, layers, width, bytes
 
 
 def test_a_recorded_round_has_all_its_parts_and_leaves_nothing_behind(random_target) -> None:
