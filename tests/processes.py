@@ -5,9 +5,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from tqdm import tqdm
 
 SECONDS = 300
 
@@ -28,6 +31,18 @@ def meeting(count: int) -> dict[str, str]:
     }
 
 
+def fork() -> int:
+    """As `os.fork`, with a lock of its own for the progress bars of the new process.
+
+    That lock is one semaphore for all forks: whoever is killed while it holds it would stop the
+    bars of all others, and of this process, for ever.
+    """
+    child = os.fork()
+    if not child:
+        tqdm.set_lock(threading.RLock())
+    return child
+
+
 def forked(work: Callable[[], None], count: int, folder: Path) -> None:
     """Do `work` as each of `count` ranks, in forks of this process, which need no imports.
 
@@ -37,7 +52,7 @@ def forked(work: Callable[[], None], count: int, folder: Path) -> None:
     shared, children = meeting(count), {}
     for rank in range(count):
         log = folder / f"rank{rank}.log"
-        if child := os.fork():
+        if child := fork():
             children[child] = log
             continue
         status = 1

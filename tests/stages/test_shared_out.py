@@ -16,7 +16,7 @@ import pytest
 from dspark_train.artifacts import Artifact
 from dspark_train.disk import LOCK
 from dspark_train.stages.rollout import responses
-from tests.processes import finish, start
+from tests.processes import finish, fork, start
 from tests.tiny_pipeline import arguments, write_prompts
 
 SHARDS = (
@@ -147,7 +147,7 @@ def fork_main(given: list[str], log: Path, folder: Path, moment: int, delay: flo
     """
     from dspark_train.__main__ import main
 
-    child = os.fork()
+    child = fork()
     if child:
         return child
     seen, status = 0, 1
