@@ -4,8 +4,8 @@
 
 As many requests as asked for are always there: who has finished makes room for the next prompt,
 outside the clock. Policies take turns of a few rounds on the same requests, so that a machine which
-slows down slows all of them. `auto` starts from the cost table and follows what rounds take;
-`auto:static` believes the table.
+slows down slows all of them. `auto` starts from the cost table and the calibration, and follows
+what rounds take and what becomes of drafts; `auto:static` believes both.
 """
 
 import argparse
@@ -121,6 +121,7 @@ def main(given: list[str] | None = None) -> None:
                 costs,
                 config.confidence_temperatures,
                 padded=engine.pads,
+                watch=not name.endswith(STATIC),
                 follow=not name.endswith(STATIC),
             )
             for name in args.policies

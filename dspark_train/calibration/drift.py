@@ -1,7 +1,7 @@
 """Does the calibration still hold? A running check per class of requests, and a fit that follows.
 
 A class is whatever may shift on its own: a domain, a sampler. Everything here rests on rounds that
-are over, so temperatures that follow are lawful for the rounds to come.
+are over, so a scaling that follows is lawful for the rounds to come.
 """
 
 import logging
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dspark_train.calibration.sts import fit_temperatures, prefix_confidence
+from dspark_train.calibration.scaling import Scaling
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Drift:
 
 @dataclass
 class _Class:
-    temperatures: torch.Tensor
+    scaling: Scaling
     recent: deque
     # per slot: weight, predicted, observed, variance of the mean
     sums: torch.Tensor
@@ -50,21 +50,19 @@ class DriftMonitor:
     """Watches classes of requests.
 
     Args:
-        temperatures: `[P]` that all classes start with.
+        start: what all classes start with.
         refit: fit anew on the last rounds of a class whose calibration has drifted.
         window: rounds of a class that a fit looks at; it waits until half of them are there since
             the last one.
     """
 
-    def __init__(
-        self, temperatures: torch.Tensor, *, refit: bool = True, window: int = 2000
-    ) -> None:
-        self.start, self.refit, self.window = temperatures.double(), refit, window
+    def __init__(self, start: Scaling, *, refit: bool = True, window: int = 2000) -> None:
+        self.start, self.refit, self.window = start, refit, window
         self.classes: dict[Hashable, _Class] = defaultdict(self._fresh)
 
-    def temperatures(self, kind: Hashable) -> torch.Tensor:
-        """`[P]` of a class as of now."""
-        return self.classes[kind].temperatures if kind in self.classes else self.start
+    def scaling(self, kind: Hashable) -> Scaling:
+        """Of a class as of now."""
+        return self.classes[kind].scaling if kind in self.classes else self.start
 
     def observe(
         self, kind: Hashable, logits: torch.Tensor, accepted: int, known: int
@@ -81,7 +79,7 @@ class DriftMonitor:
             What has drifted, once per fit and slot; it is logged as a warning, too.
         """
         one = self.classes[kind]
-        product = prefix_confidence(logits[None], one.temperatures)[0]
+        product = one.scaling.products(logits[None])[0]
         slots = torch.arange(len(product))
         seen, passed = (slots < known).double(), (slots < accepted).double()
         forget = 1 - seen / MEMORY
@@ -96,7 +94,9 @@ class DriftMonitor:
 
     def _fresh(self) -> _Class:
         return _Class(
-            self.start, deque(maxlen=self.window), torch.zeros(4, len(self.start)).double()
+            self.start,
+            deque(maxlen=self.window),
+            torch.zeros(4, len(self.start.temperatures)).double(),
         )
 
     def _drifted(self, kind: Hashable, one: _Class) -> Drift | None:
@@ -117,9 +117,7 @@ class DriftMonitor:
 
     def _fit(self, one: _Class) -> None:
         logits, accepted, known = zip(*one.recent, strict=True)
-        one.temperatures = fit_temperatures(
-            torch.stack(logits), torch.tensor(accepted), torch.tensor(known)
-        )
+        one.scaling = Scaling.fit(torch.stack(logits), torch.tensor(accepted), torch.tensor(known))
         one.sums = torch.zeros_like(one.sums)
         one.warned.clear()
         one.recent.clear()

@@ -8,7 +8,8 @@ from sklearn.metrics import roc_auc_score
 
 from dspark_train.calibration.alternatives import isotonic, platt
 from dspark_train.calibration.ece import BINS, expected_calibration_error
-from dspark_train.calibration.sts import prefix_confidence
+from dspark_train.calibration.scaling import Scaling
+from dspark_train.calibration.sts import fit_temperatures
 from dspark_train.calibration.traces import Traces
 
 DRAWS = 200
@@ -58,22 +59,25 @@ def sampling_noise(product: torch.Tensor) -> float:
     return sum(float(expected_calibration_error(product, draw)) for draw in draws) / DRAWS
 
 
-def report(fit: Traces, fresh: Traces, temperatures: torch.Tensor) -> list[dict[str, Any]]:
+def report(fit: Traces, fresh: Traces, scaling: Scaling) -> list[dict[str, Any]]:
     """Per slot, `Scores` on `fresh` before and after scaling, and of the alternatives.
 
     Args:
-        fit: rounds that the temperatures were fitted on, and the alternatives are.
+        fit: rounds that the scaling was fitted on, and the alternatives are.
         fresh: rounds of other conversations.
-        temperatures: `[P]`.
+        scaling: of P proposals.
 
     Returns:
-        One entry a slot: `slot`, `temperature`, and `before`, `after`, `isotonic`, `platt` as
-        dictionaries of scores; without scores where one of the halves never reached the slot.
+        One entry a slot: `slot`, `temperature`, and `before`, `after`, `sts` (temperatures without
+        a shift, as published), `isotonic`, `platt` as dictionaries of scores; without scores where
+        one of the halves never reached the slot.
     """
-    ones = torch.ones(len(temperatures))
-    raw, scaled = (prefix_confidence(fresh.logits, t) for t in (ones, temperatures))
-    raw_fit, entries = prefix_confidence(fit.logits, ones), []
-    for k, temperature in enumerate(temperatures.tolist()):
+    none = Scaling.none(len(scaling.temperatures))
+    published = Scaling(0.0, fit_temperatures(fit.logits, fit.accepted, fit.known))
+    ways = {"before": none, "after": scaling, "sts": published}
+    found = {name: way.products(fresh.logits) for name, way in ways.items()}
+    raw_fit, entries = none.products(fit.logits), []
+    for k, temperature in enumerate(scaling.temperatures.tolist()):
         entry: dict[str, Any] = {"slot": k, "temperature": _rounded(temperature)}
         reached, seen = fit.known > k, fresh.known > k
         if reached.any() and seen.any():
@@ -81,9 +85,9 @@ def report(fit: Traces, fresh: Traces, temperatures: torch.Tensor) -> list[dict[
                 fresh.accepted[seen] > k,
                 (raw_fit[reached, k], fit.accepted[reached] > k),
             )
-            products = {"before": raw[seen, k], "after": scaled[seen, k]}
+            products = {name: product[seen, k] for name, product in found.items()}
             for name, make in (("isotonic", isotonic), ("platt", platt)):
-                products[name] = make(*known)(raw[seen, k])
+                products[name] = make(*known)(products["before"])
             entry |= {name: asdict(scores(p, passed)) for name, p in products.items()}
         entries.append(entry)
     return entries

@@ -1,7 +1,7 @@
 """Traces of decoding rounds: what the confidence head said, and what became of the drafts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -88,6 +88,10 @@ class Traces:
         """The rounds that a mask `[N]` selects."""
         columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "domains"}
         return Traces(**columns, domains=self.domains)
+
+    def shifted(self, by: float) -> "Traces":
+        """What the confidence head would have said with so much more in its bias."""
+        return replace(self, logits=self.logits + by)
 
     def halves(self) -> tuple["Traces", "Traces"]:
         """Every other conversation, and the rest: rounds of one conversation stay together.

@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from dspark_train.calibration.drift import DriftMonitor
+from dspark_train.calibration.scaling import Scaling
 from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.policies import (
@@ -94,9 +95,9 @@ class Scheduled:
     ) -> None:
         self.policy, self.slots, self.temperatures = policy, slots, temperatures
         self.costs, self.drafted = costs, np.zeros(0, dtype=np.int64)
-        self.monitor, self.turn = None, 0
+        self.monitor, self.turn, self.shift = None, 0, 0.0
         if temperatures is not None:
-            self.monitor = DriftMonitor(torch.from_numpy(temperatures.copy()))
+            self.monitor = DriftMonitor(Scaling(0.0, torch.from_numpy(temperatures.copy())))
 
     def limits(self, requests: Sequence[Request]) -> list[int]:
         room = np.clip([request.remaining - 1 for request in requests], 0, self.slots)
@@ -110,6 +111,8 @@ class Scheduled:
         if not drafted.any():
             return drafted.tolist()
         logits = _confidences(proposals)
+        if logits is not None:
+            logits = logits + np.float32(self.shift)
         return self.policy.verify_lengths(Drafts(logits, drafted, _context(requests))).tolist()
 
     def observe(self, requests: Sequence[Request], rounds: Sequence[Round]) -> None:
@@ -145,7 +148,8 @@ class Scheduled:
             logits = torch.zeros(self.slots)
             logits[: len(one.confidence)] = torch.tensor(one.confidence)
             self.monitor.observe("served requests", logits, one.accepted, one.known)
-            self.temperatures[:] = self.monitor.temperatures("served requests").numpy()
+            scaling = self.monitor.scaling("served requests")
+            self.shift, self.temperatures[:] = scaling.shift, scaling.temperatures.numpy()
 
 
 def is_policy(name: str) -> bool:

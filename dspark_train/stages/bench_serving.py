@@ -22,7 +22,6 @@ from tqdm import tqdm
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.config import Config
 from dspark_train.decoding.engine import Engine
-from dspark_train.decoding.scheduler import make_scheduler
 from dspark_train.serving.app import Limits, make_app
 from dspark_train.serving.batching import Batcher
 from dspark_train.serving.latency import paces, summary
@@ -30,7 +29,7 @@ from dspark_train.serving.metrics import Metrics
 from dspark_train.stages.load_report import pareto_figure, show
 from dspark_train.stages.report import environment, write_report
 from dspark_train.stages.rollout import split_prompts
-from dspark_train.stages.serve import make_engine, measured, proposer_facts
+from dspark_train.stages.serve import make_engine, measured, proposer_facts, scheduler_of
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import target_settings
 from dspark_train.target.cpu import weight_bytes
@@ -63,8 +62,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     slots, temperatures = proposer_facts(config, engine)
     costs = measured(engine, slots, serve.cost_table, serve.cost_seconds)
     schedulers = {
-        name: make_scheduler(name, slots, costs, temperatures, padded=engine.pads, follow=True)
-        for name in b.policies
+        name: scheduler_of(name, engine, slots, costs, temperatures) for name in b.policies
     }
     rows, heard = [], []
     ids = [row["prompt"] for row in prompts]

@@ -1,14 +1,12 @@
-"""held-out decoding traces -> one temperature per proposal for the confidence head."""
+"""held-out decoding traces -> a shift of the confidences and one temperature per proposal."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from dspark_train.artifacts import Artifact, ArtifactWriter
-from dspark_train.calibration import fit_temperatures
+from dspark_train.calibration import Scaling
 from dspark_train.calibration.diagram import reliability_figure
 from dspark_train.calibration.report import report
 from dspark_train.calibration.traces import Traces
@@ -39,7 +37,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     c = config.calibrate
     drafter = load_drafter(drafted.folder("drafter"))
     if drafter.confidence_head is None:
-        facts = {"temperatures": None}
+        facts = {"shift": 0.0, "temperatures": None}
         return Outcome({}, facts, "no confidence head, nothing to calibrate")
     target = load_target(config)
     require_same_target(target, rollout.facts["target"], str(rollout.directory))
@@ -68,10 +66,11 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
         )
     writer.write("traces.safetensors", traces.save)
     fit, fresh = traces.halves()
-    temperatures = fit_temperatures(fit.logits, fit.accepted, fit.known)
-    slots = report(fit, fresh, temperatures)
+    scaling = Scaling.fit(fit.logits, fit.accepted, fit.known)
+    slots = report(fit, fresh, scaling)
     facts = {
-        "temperatures": [round(t, 4) for t in temperatures.tolist()],
+        "shift": round(scaling.shift, 4),
+        "temperatures": [round(t, 4) for t in scaling.temperatures.tolist()],
         "ece_before": [slot["before"]["ece"] for slot in slots if "before" in slot],
         "ece_after": [slot["after"]["ece"] for slot in slots if "after" in slot],
         "rounds": {"fit": len(fit), "report": len(fresh)},
@@ -79,7 +78,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
         "slots": slots,
     }
     writer.write("temperatures.json", json.dumps(facts, indent=1).encode())
-    figure = reliability_figure(fresh, torch.tensor(facts["temperatures"]))
+    figure = reliability_figure(fresh, scaling)
     writer.write("reliability.png", lambda path: figure.savefig(path, format="png", dpi=120))
     before, after = (sum(facts[key]) / len(facts[key]) for key in ("ece_before", "ece_after"))
     return Outcome(

@@ -45,8 +45,10 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     drafter = load_drafter(drafted.folder("drafter"))
     refuse_untrained(drafter)
     require_as_recorded(drafter.config, drafted)
-    temperatures = inputs["calibrate"].facts["temperatures"]
-    drafter.config.confidence_temperatures = temperatures
+    drafter.config.confidence_temperatures = inputs["calibrate"].facts["temperatures"]
+    if drafter.confidence_head is not None:
+        with torch.no_grad():
+            drafter.confidence_head.proj.bias += inputs["calibrate"].facts["shift"]
     drafter.to(getattr(torch, config.export.dtype))
     # bench and generate decode with our own
     formats = [NATIVE, *(name for name in config.export.formats if name != NATIVE)]

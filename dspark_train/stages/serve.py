@@ -10,7 +10,7 @@ from dspark_train.config import Config
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer
-from dspark_train.decoding.scheduler import make_scheduler
+from dspark_train.decoding.scheduler import Scheduler, make_scheduler
 from dspark_train.serving.app import Limits, make_app
 from dspark_train.serving.batching import Batcher
 from dspark_train.serving.costs import engine_costs
@@ -72,8 +72,20 @@ def make_engine(config: Config) -> Engine:
     costs = None
     if s.policy.split(":")[0] not in ("fixed", "threshold"):
         costs = measured(engine, slots, s.cost_table, s.cost_seconds)
-    engine.scheduler = make_scheduler(
-        s.policy,
+    engine.scheduler = scheduler_of(s.policy, engine, slots, costs, temperatures)
+    return engine
+
+
+def scheduler_of(
+    policy: str,
+    engine: Engine,
+    slots: int,
+    costs: CostTable | None,
+    temperatures: list[float] | None,
+) -> Scheduler:
+    """The policy as a server has it: costs and calibration follow what is served."""
+    return make_scheduler(
+        policy,
         slots,
         costs,
         temperatures,
@@ -81,7 +93,6 @@ def make_engine(config: Config) -> Engine:
         watch=temperatures is not None,
         follow=True,
     )
-    return engine
 
 
 def proposer_facts(config: Config, engine: Engine) -> tuple[int, list[float] | None]:

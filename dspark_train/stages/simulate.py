@@ -39,6 +39,8 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     if calibrate.facts["temperatures"] is None:
         raise ValueError(f"{calibrate.directory} has no traces: its drafter has no confidence head")
     traces = Traces.load(calibrate.file("traces.safetensors"))
+    traces = traces.shifted(calibrate.facts["shift"])
+    traces = traces.shifted(calibrate.facts["shift"])
     temperatures = np.array(calibrate.facts["temperatures"])
     if s.cost_table:
         costs = CostTable.load(s.cost_table)

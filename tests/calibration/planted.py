@@ -6,13 +6,17 @@ from dspark_train.calibration.traces import Traces
 
 
 def planted_traces(
-    temperatures: list[float], rounds: int, seed: int = 0, conversations: int = 100
+    temperatures: list[float],
+    rounds: int,
+    seed: int = 0,
+    conversations: int = 100,
+    shift: float = 0.0,
 ) -> Traces:
-    """Conditional acceptance of slot k is σ(logit / T_k); a round tells up to the rejection."""
+    """Draft k stands after those before it by a chance of σ((logit + shift) / T_k)."""
     generator = torch.Generator().manual_seed(seed)
     P = len(temperatures)
     logits = torch.randn(rounds, P, generator=generator) * 2 + 1
-    chance = (logits / torch.tensor(temperatures)).sigmoid()
+    chance = ((logits + shift) / torch.tensor(temperatures)).sigmoid()
     passed = (torch.rand(chance.shape, generator=generator) < chance).cumprod(-1)
     whole = torch.zeros(rounds, dtype=torch.int64)
     return Traces(

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from dspark_train.calibration import expected_calibration_error, prefix_confidence
+from dspark_train.calibration import Scaling, expected_calibration_error
 from dspark_train.calibration.drift import DriftMonitor
 from tests.calibration.planted import planted_traces
 
@@ -21,18 +21,18 @@ def feed(monitor: DriftMonitor, kind: str, traces) -> list:
 
 
 def errors(monitor: DriftMonitor, kind: str, traces) -> list[float]:
-    product = prefix_confidence(traces.logits, monitor.temperatures(kind))
+    product = monitor.scaling(kind).products(traces.logits)
     return [float(expected_calibration_error(product[:, k], traces.accepted > k)) for k in range(P)]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_said_while_nothing_shifts(seed) -> None:
-    monitor = DriftMonitor(torch.full((P,), 1.5))
+    monitor = DriftMonitor(Scaling(0.0, torch.full((P,), 1.5)))
     assert feed(monitor, "chat", planted_traces([1.5] * P, 10_000, seed)) == []
 
 
 def test_a_shift_is_noticed_and_fitted_away(caplog) -> None:
-    monitor = DriftMonitor(torch.ones(P))
+    monitor = DriftMonitor(Scaling.none(P))
     feed(monitor, "chat", planted_traces([1.0] * P, 1500, 1))
     fresh = planted_traces([3.0] * P, 8000, 7)
     assert max(errors(monitor, "chat", fresh)) > 0.1
@@ -45,13 +45,13 @@ def test_a_shift_is_noticed_and_fitted_away(caplog) -> None:
 
 
 def test_classes_do_not_touch_each_other() -> None:
-    monitor = DriftMonitor(torch.ones(P))
+    monitor = DriftMonitor(Scaling.none(P))
     feed(monitor, "code", planted_traces([3.0] * P, 4000, 2))
-    assert monitor.temperatures("chat").tolist() == [1.0] * P
-    assert monitor.temperatures("code")[0] > 2
+    assert monitor.scaling("chat") is monitor.start
+    assert monitor.scaling("code").temperatures[0] > 2
 
 
 def test_a_warning_without_a_fit() -> None:
-    monitor = DriftMonitor(torch.ones(P), refit=False)
+    monitor = DriftMonitor(Scaling.none(P), refit=False)
     assert feed(monitor, "chat", planted_traces([3.0] * P, 4000, 2))
-    assert monitor.temperatures("chat").tolist() == [1.0] * P
+    assert monitor.scaling("chat") is monitor.start

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dspark_train.calibration import fit_temperatures, prefix_confidence
+from dspark_train.calibration import Scaling, prefix_confidence
 from dspark_train.calibration.alternatives import isotonic, platt
 from dspark_train.calibration.diagram import reliability_figure
 from dspark_train.calibration.report import reliability, report, sampling_noise, scores
@@ -36,8 +36,8 @@ def test_scaling_brings_every_slot_to_one_percent_on_fresh_rounds() -> None:
     """5,000 rounds to report on; the first slot is ranked as before, no other worse."""
     traces = planted_traces([2.5, 2.0, 0.6], 10_000)
     fit, fresh = traces.halves()
-    temperatures = fit_temperatures(fit.logits, fit.accepted, fit.known)
-    for entry in report(fit, fresh, temperatures):
+    scaling = Scaling.fit(fit.logits, fit.accepted, fit.known)
+    for entry in report(fit, fresh, scaling):
         before, after = entry["before"], entry["after"]
         assert before["ece"] > 0.03
         assert after["ece"] < 0.01 + after["noise"]
@@ -46,17 +46,17 @@ def test_scaling_brings_every_slot_to_one_percent_on_fresh_rounds() -> None:
         assert after["brier"] < before["brier"]
         assert entry["isotonic"]["ece"] < before["ece"]
         assert entry["platt"]["ece"] < before["ece"]
-    assert [e["slot"] for e in report(fit, fresh, temperatures)] == [0, 1, 2]
+    assert [e["slot"] for e in report(fit, fresh, scaling)] == [0, 1, 2]
 
 
 def test_a_slot_nobody_reached_has_no_scores() -> None:
     traces = planted_traces([1.0, 1.0], 50)
     traces.known[:] = 1
     traces.accepted.clamp_(max=1)
-    entries = report(*traces.halves(), torch.ones(2))
+    entries = report(*traces.halves(), Scaling.none(2))
     assert "after" in entries[0]
     assert "after" not in entries[1]
-    reliability_figure(traces, torch.ones(2))
+    reliability_figure(traces, Scaling.none(2))
 
 
 def test_alternatives_mend_what_no_temperature_can() -> None:
@@ -79,5 +79,7 @@ def test_reliability_counts_every_round() -> None:
 
 def test_the_diagram_is_a_picture(tmp_path) -> None:
     traces = planted_traces([2.0] * 5, 300)
-    reliability_figure(traces, torch.full((5,), 2.0)).savefig(tmp_path / "r.png", format="png")
+    reliability_figure(traces, Scaling(-0.5, torch.full((5,), 2.0))).savefig(
+        tmp_path / "r.png", format="png"
+    )
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -151,6 +152,20 @@ def test_temperatures_follow_what_is_served(name, caplog) -> None:
     policy = scheduler.policy
     read = policy.prefix.temperatures if name == "capacity" else policy.temperatures
     assert read.tolist() == pytest.approx([3.0] * 3, rel=0.35)
+
+
+def test_a_shift_of_what_is_served_is_followed() -> None:
+    """Confidences that are off by a number: what the policy is told is put right."""
+    scheduler = make_scheduler("prefix", 3, FLAT, [1.0] * 3, watch=True)
+    traces = planted_traces([1.0] * 3, 4000, seed=4, shift=-1.0)
+    requests = [Request([1, 2], SamplingSettings(), 90)]
+    for logits, accepted in zip(traces.logits.tolist(), traces.accepted.tolist(), strict=True):
+        one = Round(3, accepted, min(accepted + 1, 3), accepted + 1, logits)
+        scheduler.observe(requests, [one])
+    told = []
+    scheduler.policy.verify_lengths = lambda drafts: told.append(drafts.confidence) or np.ones(1)
+    scheduler.schedule(requests, [Proposal([5, 6], confidence=torch.tensor([0.5, -2.0]))])
+    assert told[0] == pytest.approx(np.array([[-0.5, -3.0]]), abs=0.25)
 
 
 def test_nobody_watches_unasked() -> None:

@@ -29,8 +29,20 @@ def test_traces_and_report(finished_run: Path) -> None:
     assert artifact.file("reliability.png").read_bytes().startswith(b"\x89PNG")
     first = facts["slots"][0]
     assert first["after"]["rounds"] <= facts["rounds"]["report"]
-    assert {"before", "after", "isotonic", "platt"} <= set(first)
+    assert {"before", "after", "sts", "isotonic", "platt"} <= set(first)
     assert first["temperature"] == pytest.approx(facts["temperatures"][0], abs=1e-4)
+
+
+def test_the_shift_is_in_the_exported_head(finished_run: Path) -> None:
+    """Decoders that know of no shift have it all the same; no other weight changes."""
+    shift = Artifact.open(finished_run / "calibrate").facts["shift"]
+    folders = (finished_run / "train" / "drafter", finished_run / "export" / "checkpoint")
+    trained, exported = (load_drafter(folder).state_dict() for folder in folders)
+    name = "confidence_head.proj.bias"
+    expected = trained.pop(name).float() + shift
+    assert shift != 0
+    assert torch.allclose(exported.pop(name).float(), expected, rtol=2**-8)
+    assert all(torch.equal(exported[key].float(), trained[key].float()) for key in trained)
 
 
 def test_overlap_is_the_rate_of_acceptance(finished_run: Path) -> None:

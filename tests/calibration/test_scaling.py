@@ -1,0 +1,63 @@
+"""A shift of all confidences is recovered, apart from temperatures, and mends what they cannot."""
+
+import pytest
+import torch
+
+from dspark_train.calibration import Scaling, expected_calibration_error
+from dspark_train.calibration.scaling import fit_shift
+from dspark_train.calibration.sts import fit_temperatures
+from tests.calibration.planted import planted_traces
+
+
+def worst(scaling: Scaling, traces) -> float:
+    """The largest error of a slot."""
+    product = scaling.products(traces.logits)
+    slots = range(product.shape[1])
+    return max(float(expected_calibration_error(product[:, k], traces.accepted > k)) for k in slots)
+
+
+@pytest.mark.parametrize("shift", [-0.6, 0.0, 0.9])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
+def test_a_planted_shift_is_recovered_whatever_the_temperature(shift, temperature) -> None:
+    traces = planted_traces([temperature] * 3, 40_000, shift=shift)
+    fitted = Scaling.fit(traces.logits, traces.accepted, traces.known)
+    assert fitted.shift == pytest.approx(shift, abs=0.06)
+    assert fitted.temperatures.tolist() == pytest.approx([temperature] * 3, rel=0.12)
+
+
+def test_a_shift_mends_what_temperatures_cannot() -> None:
+    """A head that promises too much everywhere, as after training on few answers."""
+    fit, fresh = planted_traces([1.0] * 4, 20_000, shift=-0.8).halves()
+    published = fit_temperatures(fit.logits, fit.accepted, fit.known)
+    assert worst(Scaling.none(4), fresh) > 0.09
+    assert worst(Scaling(0.0, published), fresh) > 0.07
+    assert worst(Scaling.fit(fit.logits, fit.accepted, fit.known), fresh) < 0.015
+
+
+def test_the_mean_is_met_where_the_logits_say_nothing_or_the_opposite() -> None:
+    """No slope that a temperature can be: the shift alone brings the mean to what was seen."""
+    logits = torch.tensor([[2.0], [-2.0]]).repeat(500, 1)
+    accepted = torch.tensor([0, 1, 0, 0, 0, 1, 0, 0, 0, 1]).repeat(100)  # never at the higher one
+    shift = fit_shift(logits, accepted, torch.ones(1000))
+    chance = ((logits + shift) / 8).sigmoid()
+    assert chance.mean().item() == pytest.approx(0.3, abs=1e-6)
+
+
+def test_only_decided_proposals_count() -> None:
+    """Behind a rejection, and behind what a round tells, logits are anything."""
+    traces = planted_traces([1.0] * 3, 4000, shift=-0.5)
+    expected = fit_shift(traces.logits, traces.accepted, traces.known)
+    spoilt = traces.logits.clone()
+    spoilt[torch.arange(3) > traces.accepted[:, None]] = 9.0
+    assert fit_shift(spoilt, traces.accepted, traces.known) == expected
+    known = traces.known.clamp(max=2)
+    spoilt[:, 2] = 9.0
+    two = fit_shift(traces.logits[:, :2], traces.accepted, traces.known)
+    assert fit_shift(spoilt, traces.accepted, known) == pytest.approx(two, abs=1e-9)
+
+
+@pytest.mark.parametrize("accepted", [0, 2])
+def test_outcomes_that_all_agree_shift_nothing(accepted) -> None:
+    rounds = torch.full((50,), accepted)
+    assert fit_shift(torch.randn(50, 2), rounds, torch.full((50,), 2)) == 0.0
+    assert fit_shift(torch.zeros(0, 2), rounds[:0], rounds[:0]) == 0.0
