@@ -91,15 +91,20 @@ class Columns:
         np.minimum.accumulate(self.mean, out=self.mean)
 
     def _best(self, requests: int, context: float) -> int:
-        slots = len(self.mean)
-        widths = np.arange(slots + 1)
-        committed = requests * np.concatenate(([1.0], 1.0 + self.mean.cumsum()))
-        sizes = requests * (1 + widths)
-        seconds = self.costs.verify_seconds(int(sizes[-1]), context)[sizes]
-        shares = (widths[1:] - 1) / max(slots - 1, 1)
-        drafts = [self.costs.drafting_seconds(requests, share)[requests] for share in (0.0, 1.0)]
-        seconds[1:] += drafts[0] + shares * (drafts[1] - drafts[0])
-        return int((committed / seconds).argmax())
+        return int(even_throughput(self.costs, requests, self.mean, context).argmax())
+
+
+def even_throughput(
+    costs: CostTable, requests: int, survival: np.ndarray, context: float = 0.0
+) -> np.ndarray:
+    """Θ `[K + 1]` over the width of all requests, for their mean survivals `[K]`."""
+    slots = len(survival)
+    widths = np.arange(slots + 1)
+    committed = requests * np.concatenate(([1.0], 1.0 + survival.cumsum()))
+    sizes = requests * (1 + widths)
+    seconds = costs.verify_seconds(int(sizes[-1]), context)[sizes]
+    seconds[1:] += costs.block_seconds(requests, widths[1:], slots)
+    return committed / seconds
 
 
 def _alone(costs: CostTable, slots: int) -> CostTable:

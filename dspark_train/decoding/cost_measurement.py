@@ -18,6 +18,7 @@ def measure_costs(
     contexts: Sequence[int] = (0,),
     draft: Callable[[int, bool], float] | None = None,
     max_rows: int = 1,
+    uneven: Callable[[], float] | None = None,
     budget: float = 2.0,
     clock: Callable[[], float] = perf_counter,
 ) -> CostTable:
@@ -34,6 +35,8 @@ def measure_costs(
         draft: the same for drafting for so many requests, whole proposals or one token; None: it
             costs nothing.
         max_rows: the most requests of a drafter pass.
+        uneven: runs a pass of equal requests and one of unequal ones; how many times as long the
+            second took. None: as long.
         budget: seconds in all; every size is timed at least twice whatever it takes.
         clock: seconds, for tests.
     """
@@ -64,6 +67,7 @@ def measure_costs(
             for context in contexts:
                 time("verify", context, gap)
 
+    unequal = 1.0 if uneven is None else max(median(uneven() for _ in range(7)), 1.0)
     cost = {job: median(times) for job, times in jobs.items()}
     tokens = sorted({size for kind, _, size in jobs if kind == "verify"})
     rows = sorted({size for kind, _, size in jobs if kind == "draft"})
@@ -74,6 +78,7 @@ def measure_costs(
         tuple(rows),
         tuple(cost["draft", 1, size] for size in rows),
         tuple(cost["draft", 0, size] for size in rows),
+        unequal,
     )
 
 

@@ -31,6 +31,7 @@ class CostTable:
         draft_rows, draft_seconds: drafting whole proposals for so many requests, ascending; none:
             free.
         draft_one: drafting one token for as many; none: as dear as a whole proposal.
+        uneven: how many times as long a pass takes whose requests read different numbers of tokens.
 
     Raises:
         ValueError: sizes out of order, shapes that do not fit, seconds that are not positive.
@@ -42,6 +43,7 @@ class CostTable:
     draft_rows: tuple[int, ...] = ()
     draft_seconds: tuple[float, ...] = ()
     draft_one: tuple[float, ...] = ()
+    uneven: float = 1.0
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("contexts", 0), ("draft_rows", 1)):
@@ -69,8 +71,11 @@ class CostTable:
                 f"{len(self.draft_rows)} draft_rows, expected one each"
             )
         flat = [*self.draft_one, *self.draft_seconds, *(s for row in self.seconds for s in row)]
-        if not all(0 < s < float("inf") for s in flat):
-            raise ValueError("cost table: expected every time to be a positive number of seconds")
+        if not all(0 < s < float("inf") for s in (*flat, self.uneven)):
+            raise ValueError(
+                "cost table: expected every time, and uneven, to be a positive number, of seconds "
+                "and of times as long"
+            )
 
     @classmethod
     def from_steps_per_second(cls, speeds: Sequence[float]) -> "CostTable":
@@ -117,6 +122,11 @@ class CostTable:
         one, whole = self._drafting
         return _extended(whole if share == 1 else one + share * (whole - one), upto)
 
+    def block_seconds(self, requests: int, drafts: np.ndarray, slots: int) -> np.ndarray:
+        """Seconds of drafting 1 … `slots` tokens, `drafts`, for each of some requests."""
+        one, whole = (self.drafting_seconds(requests, share)[requests] for share in (0.0, 1.0))
+        return one + (np.asarray(drafts) - 1) / max(slots - 1, 1) * (whole - one)
+
     def steps_per_second(self, upto: int, context: float = 0.0, drafting: int = 0) -> np.ndarray:
         """`[upto + 1]`: steps per second with 0 … `upto` tokens, `drafting` requests drafting."""
         draft = self.drafting_seconds(drafting)[drafting]
@@ -140,7 +150,9 @@ class CostTable:
                 return _from_csv(path)
             fields = json.loads(path.read_text())
             rows = tuple(tuple(row) for row in fields.pop("seconds"))
-            return cls(seconds=rows, **{key: tuple(value) for key, value in fields.items()})
+            uneven = fields.pop("uneven", 1.0)
+            lists = {key: tuple(value) for key, value in fields.items()}
+            return cls(seconds=rows, uneven=uneven, **lists)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is no cost table ({error}): expected JSON with tokens, contexts and "

@@ -198,7 +198,7 @@ class Capacity(DraftsAll):
         self.prefix.price(costs)
 
 
-class Auto:
+class Ragged:
     """Requests that are hard to guess draft shorter or not at all; live confidences do the rest.
 
     Which drafts are verified says Algorithm 1 on the convex hull of the costs, at the sizes that so
@@ -214,7 +214,7 @@ class Auto:
 
     def draft_lengths(self, waiting: Waiting) -> np.ndarray:
         requests = len(waiting.ids)
-        self.difficulty.price(self._hull(requests))
+        self.difficulty.price(self.hull(requests))
         return self.difficulty.draft_lengths(
             waiting.ids, np.asarray(waiting.limits), waiting.context
         )
@@ -226,7 +226,7 @@ class Auto:
         requests, slots = drafts.confidence.shape
         if self.cliffs[requests : requests * (slots + 1) + 1].max(initial=0.0) > CLIFF / 2:
             return self.capacity.verify_lengths(drafts)
-        self.prefix.price(self._hull(requests))
+        self.prefix.price(self.hull(requests))
         return self.prefix.verify_lengths(drafts)
 
     def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
@@ -237,7 +237,8 @@ class Auto:
         self.costs, self.hulls = costs, {}
         self.capacity.price(costs)  # where the cliffs are stays: noise looks like cliffs
 
-    def _hull(self, requests: int) -> CostTable:
+    def hull(self, requests: int) -> CostTable:
+        """The costs of so many requests, under their hull."""
         if requests not in self.hulls:
             largest = requests * (self.difficulty.slots + 1)
             self.hulls[requests] = convex(self.costs, requests, largest)

@@ -44,8 +44,9 @@ class RunningCosts:
         self.rounds, self.drafts = np.zeros((2, len(self.grid))), np.zeros(2)
         self.since = 0.0
 
-    def observe(self, tokens: int, context: float, seconds: float) -> None:
-        """What all but drafting took in a round of so many tokens, anchors included."""
+    def observe(self, tokens: int, context: float, seconds: float, uneven: bool = False) -> None:
+        """What all but drafting took in a round of so many tokens, anchors included; `uneven` if
+        its requests read different numbers of them."""
         self.since += seconds
         table = self.table
         at = np.interp(context, table.contexts, np.arange(len(table.contexts)))
@@ -53,7 +54,7 @@ class RunningCosts:
         # the table itself prices a size that nobody measured as dear
         expected, *more = (np.interp(tokens, table.tokens, row) for row in self.rows[low : low + 2])
         expected += share * (more[0] - expected) if more else 0.0
-        expected *= max(tokens / table.tokens[-1], 1.0)
+        expected *= max(tokens / table.tokens[-1], 1.0) * (table.uneven if uneven else 1.0)
         place = min(round(GRID * np.log2(tokens)), len(self.grid) - 1)
         log = _log_ratio(seconds, expected, self.rounds.sum(1))
         self.rounds *= KEEP

@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dspark_train.calibration.drift import DriftMonitor
 from dspark_train.calibration.scaling import Scaling
+from dspark_train.decoding.auto import Auto
 from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.policies import (
-    Auto,
     Capacity,
     Drafts,
     Policy,
@@ -137,7 +137,8 @@ class Scheduled:
             costs.observe_drafting(count, share, drafting)
         # who drafts nothing still pays for reading what the target says
         rest = sum(took) - (drafting if count else 0.0)
-        costs.observe(sum(one.proposed + 1 for one in rounds), _context(requests), rest)
+        read = [one.proposed + 1 for one in rounds]
+        costs.observe(sum(read), _context(requests), rest, min(read) < max(read))
         if costs.due():
             self.policy.price(costs.corrected())
 

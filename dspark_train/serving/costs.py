@@ -1,5 +1,7 @@
 """Measures the cost table of an engine by running it: a second or two at the start of a server."""
 
+from collections.abc import Sequence
+
 from dspark_train.decoding.cost_measurement import measure_costs
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.engine import Engine
@@ -8,6 +10,8 @@ from dspark_train.decoding.sampling import SamplingSettings
 from dspark_train.decoding.scheduler import Fixed
 
 CONTEXT = 32
+# requests of an uneven pass: more differ no more
+UNEVEN_ROWS = 8
 
 
 def engine_costs(engine: Engine, slots: int, *, budget: float = 2.0) -> CostTable:
@@ -35,6 +39,7 @@ def engine_costs(engine: Engine, slots: int, *, budget: float = 2.0) -> CostTabl
             contexts=(CONTEXT,),
             draft=bench.draft if slots else None,
             max_rows=engine.rows,
+            uneven=bench.uneven if slots > 1 and engine.rows > 1 and not engine.pads else None,
             budget=budget,
         )
     finally:
@@ -52,6 +57,17 @@ def layout(tokens: int, rows: int, widest: int) -> tuple[int, int]:
     return best, -(-tokens // best)
 
 
+class _Given(Fixed):
+    """Drafts of each request."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__()
+        self.lengths = list(lengths)
+
+    def limits(self, requests: Sequence[Request]) -> list[int]:
+        return self.lengths
+
+
 class _Bench:
     """Rounds of so many requests at so many tokens."""
 
@@ -65,10 +81,17 @@ class _Bench:
     def draft(self, rows: int, whole: bool) -> float:
         return self._round(rows, self.slots if whole else 1)[0]
 
-    def _round(self, rows: int, width: int) -> tuple[float, float]:
+    def uneven(self) -> float:
+        """How many times as long no drafts and two take, by turns, as one of each."""
+        rows = min(self.engine.rows, UNEVEN_ROWS)
+        rows -= rows % 2
+        even = self._round(rows, 1)[1]
+        return self._round(rows, [2 * (i % 2) for i in range(rows)])[1] / even
+
+    def _round(self, rows: int, width: int | list[int]) -> tuple[float, float]:
         """Seconds of drafting, and of all else."""
         self.fill(rows)
-        self.engine.scheduler = Fixed(width)
+        self.engine.scheduler = Fixed(width) if isinstance(width, int) else _Given(width)
         seconds = [one.seconds for one in self.engine.step()]
         drafting = sum(s.draft + s.walk for s in seconds)
         return drafting, sum(map(sum, seconds)) - drafting

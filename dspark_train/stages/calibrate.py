@@ -89,6 +89,11 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     )
 
 
+def shift_of(calibrate: Artifact) -> float:
+    """What is added to confidence logits; runs of older versions have temperatures alone."""
+    return calibrate.facts.get("shift", 0.0)
+
+
 def domains(traces: Traces) -> dict[str, dict[str, float]]:
     """Per domain, its rounds and the mean accepted drafts: what is easy and what is hard."""
     found = {}

@@ -18,7 +18,7 @@ from dspark_train.drafter import Drafter, DrafterConfig, load_drafter
 from dspark_train.formats import NATIVE, refuse_uncarried, what_is_left_out, write
 from dspark_train.formats.card import Measured, Story, card
 from dspark_train.formats.check import reload
-from dspark_train.stages.calibrate import trained
+from dspark_train.stages.calibrate import shift_of, trained
 from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target, target_settings
@@ -48,7 +48,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     drafter.config.confidence_temperatures = inputs["calibrate"].facts["temperatures"]
     if drafter.confidence_head is not None:
         with torch.no_grad():
-            drafter.confidence_head.proj.bias += inputs["calibrate"].facts["shift"]
+            drafter.confidence_head.proj.bias += shift_of(inputs["calibrate"])
     drafter.to(getattr(torch, config.export.dtype))
     # bench and generate decode with our own
     formats = [NATIVE, *(name for name in config.export.formats if name != NATIVE)]

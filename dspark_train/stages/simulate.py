@@ -18,6 +18,7 @@ from dspark_train.config import Config
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.disk import sha256_file
 from dspark_train.serving.simulation import flat_then_falling, policy_of, simulate
+from dspark_train.stages.calibrate import shift_of
 from dspark_train.stages.load_report import policy_style
 from dspark_train.stages.report import print_table
 from dspark_train.stages.stage import Outcome
@@ -39,8 +40,8 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     if calibrate.facts["temperatures"] is None:
         raise ValueError(f"{calibrate.directory} has no traces: its drafter has no confidence head")
     traces = Traces.load(calibrate.file("traces.safetensors"))
-    traces = traces.shifted(calibrate.facts["shift"])
-    traces = traces.shifted(calibrate.facts["shift"])
+    traces = traces.shifted(shift_of(calibrate))
+    traces = traces.shifted(shift_of(calibrate))
     temperatures = np.array(calibrate.facts["temperatures"])
     if s.cost_table:
         costs = CostTable.load(s.cost_table)

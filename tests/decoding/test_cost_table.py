@@ -1,5 +1,8 @@
 """Costs are interpolated without promising what nobody measured."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -46,7 +49,7 @@ def test_drafting_is_part_of_the_step() -> None:
 
 
 def test_json_and_csv(tmp_path) -> None:
-    costs = CostTable((1, 4), (0, 64), ((1.0, 2.0), (1.5, 2.5)), (1,), (0.25,))
+    costs = CostTable((1, 4), (0, 64), ((1.0, 2.0), (1.5, 2.5)), (1,), (0.25,), uneven=1.25)
     costs.save(tmp_path / "costs.json")
     assert CostTable.load(tmp_path / "costs.json") == costs
     (tmp_path / "costs.csv").write_text("tokens,steps_per_second\n2,0.5\n1,1\n3,0.45\n")
@@ -64,6 +67,8 @@ def test_json_and_csv(tmp_path) -> None:
         ("a.csv", "tokens,seconds\n1,0\n", "positive"),
         ("a.csv", "tokens,context,seconds\n1,0,1\n2,5,1\n", "tokens"),
         ("a.json", "[1]", "expected JSON"),
+        ("a.json", '{"tokens": [1], "contexts": [0], "seconds": [[1]], "uneven": 0}', "uneven"),
+        ("a.json", '{"tokens": [1], "contexts": [0], "seconds": [[1]], "uneven": "1"}', "a.json"),
         ("a.json", '{"tokens": [2, 1], "contexts": [0], "seconds": [[1, 1]]}', "ascending"),
         ("a.json", '{"tokens": [1], "contexts": [0], "seconds": [[1, 1]]}', "expected 1"),
     ],
@@ -113,6 +118,25 @@ def test_one_slow_run_does_not_move_the_table() -> None:
     machine = Machine(lambda tokens: 0.5 if machine.steps == 25 else 0.001)
     costs = measure_costs(machine.step, max_tokens=16, budget=1.0, clock=machine.clock)
     assert costs.verify_seconds(16).tolist() == pytest.approx([0.001] * 17)
+
+
+@pytest.mark.parametrize(("ratios", "expected"), [((1.2, 9.0, 1.1), 1.2), ((0.9, 0.8, 1.1), 1.0)])
+def test_unequal_passes_are_measured_by_their_median(ratios, expected) -> None:
+    """Which is never below one: a pass does not get faster by it."""
+    machine, turns = Machine(lambda tokens: 0.001), itertools.cycle(ratios)
+    uneven = lambda: next(turns)  # noqa: E731
+    costs = measure_costs(
+        machine.step, max_tokens=4, uneven=uneven, budget=0.01, clock=machine.clock
+    )
+    assert costs.uneven == expected
+
+
+def test_drafts_between_one_and_all_are_priced_linearly() -> None:
+    costs = table((1, 2), (1.0, 1.0), draft_rows=(1, 2), draft_seconds=(0.5, 0.6))
+    assert costs.block_seconds(2, np.array([1, 4]), 4).tolist() == [0.6, 0.6]
+    costs = replace(costs, draft_one=(0.2, 0.3))
+    assert costs.block_seconds(2, np.array([1, 2, 4]), 4) == pytest.approx([0.3, 0.4, 0.6])
+    assert costs.block_seconds(1, 1, 1) == pytest.approx(0.2)
 
 
 def test_contexts_and_drafts_are_measured() -> None:

@@ -1,19 +1,20 @@
 """Law 8 and non-anticipation: under every policy the output is the target's, and an unlawful one
 fails the same tests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
+from dspark_train.decoding.auto import ENOUGH, Auto
 from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.policies import (
-    Auto,
     Capacity,
     Drafts,
     FirstDrafts,
     Prefix,
+    Ragged,
     Threshold,
 )
 from dspark_train.decoding.survival import fill, ranked
@@ -50,7 +51,7 @@ class MeanOfBlock(Threshold):
         return np.where(drafts.confidence.mean(1) >= self.bound, drafts.drafted, 0)
 
 
-class AutoOnRetrospective(Auto):
+class RaggedOnRetrospective(Ragged):
     """Unlawful: difficulty-aware drafting is no excuse."""
 
     def __init__(self, costs, temperatures):
@@ -58,7 +59,7 @@ class AutoOnRetrospective(Auto):
         self.capacity = Retrospective(costs, temperatures)
 
 
-class DraftsByLuck(Auto):
+class DraftsByLuck(Ragged):
     """Unlawful: what is verified depends on what was drafted and thrown away in this very round."""
 
     def verify_lengths(self, drafts):
@@ -66,12 +67,29 @@ class DraftsByLuck(Auto):
         return np.where(live[:, -1] > live[:, -1].mean(), drafts.drafted, 0)
 
 
-class Following(Auto):
+class Following(Ragged):
     """Lawful: prices follow what became of earlier rounds, as seconds of real ones might."""
 
     def observe(self, ids, judged, accepted):
         super().observe(ids, judged, accepted)
         self.price(FLAT if accepted.any() else STEEP)
+
+
+class InTurns(Auto):
+    """Lawful: equal widths after a round in which a draft stood, as comparisons might have it."""
+
+    def observe(self, ids, judged, accepted):
+        super().observe(ids, judged, accepted)
+        self.turn = 1
+        self.compared[len(ids).bit_length()] = [ENOUGH, -1.0 if accepted.any() else 1.0]
+
+
+class WidthOfThisRound(Auto):
+    """Unlawful: the width comes from confidences of the drafts that it decides about."""
+
+    def verify_lengths(self, drafts):
+        good = drafts.confidence[:, : drafts.drafted.max()] > 0
+        return np.minimum(drafts.drafted, good.all(0).sum())
 
 
 class FollowingTooSoon(Prefix):
@@ -91,15 +109,18 @@ LAWFUL = {
     "prefix": lambda costs: Prefix(costs, (1.5, 0.8)),
     "capacity": lambda costs: Capacity(costs, ONES, lag=1),
     "capacity of two rounds ago": lambda costs: Capacity(costs, ONES),
+    "ragged": lambda costs: Ragged(costs, ONES, lag=1),
     "auto": lambda costs: Auto(costs, ONES, lag=1),
+    "auto, even in turns": lambda costs: InTurns(replace(costs, uneven=1.3), ONES, lag=1),
     "columns": lambda costs: Columns(costs, ONES),
-    "auto, prices follow": lambda costs: Following(costs, ONES, lag=1),
+    "ragged, prices follow": lambda costs: Following(costs, ONES, lag=1),
 }
 UNLAWFUL = {
     "retrospective": lambda costs: Retrospective(costs, ONES),
     "one ahead": lambda costs: OneAhead(0.5, ONES),
     "mean of the block": lambda costs: MeanOfBlock(0.5, ONES),
-    "auto on retrospective": lambda costs: AutoOnRetrospective(costs, ONES),
+    "ragged on retrospective": lambda costs: RaggedOnRetrospective(costs, ONES),
+    "width of this round": lambda costs: WidthOfThisRound(costs, ONES),
     "drafts by luck": lambda costs: DraftsByLuck(costs, ONES),
     "prices follow too soon": lambda costs: FollowingTooSoon(costs, ONES),
 }

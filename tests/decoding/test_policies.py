@@ -8,15 +8,16 @@ from time import perf_counter
 import numpy as np
 import pytest
 
+from dspark_train.decoding.auto import Auto
 from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.difficulty import Difficulty
 from dspark_train.decoding.policies import (
-    Auto,
     Capacity,
     Drafts,
     Policy,
     Prefix,
+    Ragged,
     Threshold,
     Waiting,
 )
@@ -36,8 +37,9 @@ def random_case(random: np.random.Generator) -> tuple[Drafts, CostTable, np.ndar
 
 def decide(policy: Policy, drafts: Drafts) -> np.ndarray:
     """Lengths of a round in which nothing stands."""
+    ids = list(range(len(drafts.drafted)))
+    policy.draft_lengths(Waiting(ids, drafts.drafted, drafts.context))
     lengths = policy.verify_lengths(drafts)
-    ids = list(range(len(lengths)))
     policy.observe(ids, np.minimum(lengths, 1), np.zeros_like(lengths))
     return lengths
 
@@ -121,7 +123,7 @@ def test_without_confidences() -> None:
     assert Auto(flat, ones).verify_lengths(drafts).tolist() == [2]
 
 
-@pytest.mark.parametrize("kind", [Capacity, Auto, Columns])
+@pytest.mark.parametrize("kind", [Capacity, Ragged, Auto, Columns])
 def test_a_round_that_failed_is_not_remembered(kind) -> None:
     """It is run again with the same drafts: their confidences must not decide about them."""
     costs = CostTable.from_steps_per_second((1.0, 0.5, 0.45, 0.4))

@@ -1,5 +1,7 @@
 """Costs follow what rounds take, and policies follow them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +56,17 @@ def test_a_first_draft_that_took_long_is_forgotten_without_another_one() -> None
     for _ in range(1500):
         costs.observe(4, 0.0, 0.11)
     assert costs.corrected().draft_seconds[1] < 0.05
+
+
+def test_unequal_rounds_are_not_taken_for_dear_sizes() -> None:
+    """They take longer, which the table knows; what it says of sizes stays."""
+    costs = RunningCosts(replace(TABLE, uneven=1.25))
+    for turn in range(200):
+        uneven = turn % 2 == 0
+        costs.observe(8, 0.0, 0.12 * (1.25 if uneven else 1.0), uneven)
+    found = costs.corrected()
+    assert found.verify_seconds(32)[8] == pytest.approx(0.12, rel=1e-3)
+    assert found.uneven == 1.25
 
 
 def test_what_was_seen_long_ago_is_forgotten() -> None:

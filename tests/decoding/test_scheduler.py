@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from dspark_train.decoding.auto import Auto
 from dspark_train.decoding.columns import Columns
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.decoding.engine import Engine
-from dspark_train.decoding.policies import Auto, Capacity, Prefix, Threshold
+from dspark_train.decoding.policies import Capacity, Prefix, Threshold
 from dspark_train.decoding.proposers import BlockProposer, LookupProposer, Proposal
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings

@@ -6,6 +6,7 @@ from dspark_train.decoding.engine import Engine
 from dspark_train.decoding.proposers import BlockProposer, PlainProposer
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import SamplingSettings
+from dspark_train.decoding.stats import Round
 from dspark_train.serving.costs import engine_costs, layout
 from tests.random_drafter import make_drafter
 
@@ -27,6 +28,26 @@ def test_every_size_up_to_a_full_batch_has_a_price(random_target) -> None:
         engine.step()
     with pytest.raises(ValueError, match="with 1 requests cannot be measured"):
         engine_costs(engine, 3)
+
+
+def test_unequal_requests_are_measured_where_rows_are_packed(random_target) -> None:
+    """Elsewhere a pass is as wide as its widest request, which is another price."""
+    target = random_target(vocab_size=5, num_layers=2, max_position_embeddings=128)
+    engine = Engine(target, BlockProposer(make_drafter(target, 3), target.head), rows=5)
+    engine.pads, ran = False, []
+
+    def step() -> list[Round]:
+        rounds = Engine.step(engine)
+        ran.append([one.proposed for one in rounds])
+        return rounds
+
+    engine.step = step
+    assert 1.0 <= engine_costs(engine, 3, budget=0.1).uneven < 20
+    assert [0, 2, 0, 2] in ran
+    ran.clear()
+    engine.pads = True
+    assert engine_costs(engine, 3, budget=0.1).uneven == 1.0
+    assert [0, 2, 0, 2] not in ran
 
 
 def test_without_drafts(random_target) -> None:

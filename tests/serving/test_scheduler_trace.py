@@ -41,7 +41,7 @@ def test_the_notebook_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     client = pytest.importorskip("nbclient")
     (tmp_path / "calibrate").mkdir()
     mixed_traces().save(tmp_path / "calibrate" / "traces.safetensors")
-    facts = {"temperatures": [1.0] * P}
+    facts = {"shift": -0.2, "temperatures": [1.0] * P}
     (tmp_path / "calibrate" / "temperatures.json").write_text(json.dumps(facts))
     monkeypatch.setenv("RUN", str(tmp_path))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
