@@ -38,11 +38,11 @@ class Auto:
         limits = np.asarray(waiting.limits)
         requests, ragged = len(limits), self.ragged
         self.context, self.costs = waiting.context, ragged.hull(requests)
-        # what is known before anything is drafted, and what `verify_lengths` finds out
         self.survival = ragged.difficulty.survival(waiting.ids)
         theta = even_throughput(self.costs, requests, self.survival.mean(0), self.context)
         self.width = int(theta.argmax())
-        self.drafted = self.lengths = np.zeros(requests, dtype=np.int64)
+        self.lengths = np.zeros(requests, dtype=np.int64)
+        self.drafts = Drafts(None, self.lengths)  # until there are some
         count, gain = self.compared.get(requests.bit_length(), (0, 0.0))
         self.even = requests > 1 and count >= ENOUGH and gain < 0 and self.turn % LOOK > 0
         return np.minimum(limits, self.width) if self.even else ragged.draft_lengths(waiting)
@@ -50,11 +50,7 @@ class Auto:
     def verify_lengths(self, drafts: Drafts) -> np.ndarray:
         if self.even:
             return np.asarray(drafts.drafted)
-        self.lengths, self.drafted = self.ragged.verify_lengths(drafts), drafts.drafted
-        if drafts.confidence is not None:
-            live = self.ragged.prefix.survival(drafts)
-            said = np.arange(live.shape[1]) < self.drafted[:, None]
-            self.survival[:, : live.shape[1]][said] = live[said]
+        self.drafts, self.lengths = drafts, self.ragged.verify_lengths(drafts)
         return self.lengths
 
     def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
@@ -69,14 +65,18 @@ class Auto:
     def _compare(self) -> None:
         """What the ragged round that is over was expected to commit per second, and what an even
         one would have been."""
-        requests, slots = self.survival.shape
+        (requests, slots), drafted = self.survival.shape, self.drafts.drafted
+        if self.drafts.confidence is not None:
+            live = self.ragged.prefix.survival(self.drafts)
+            said = np.arange(live.shape[1]) < drafted[:, None]
+            np.copyto(self.survival[:, : live.shape[1]], live, where=said)
         verified = np.arange(slots) < self.lengths[:, None]
-        size, drafting = requests + int(verified.sum()), int(np.count_nonzero(self.drafted))
+        size, drafting = requests + int(verified.sum()), int(np.count_nonzero(drafted))
         seconds = self.costs.verify_seconds(size, self.context)[size]
         if self.lengths.min() < self.lengths.max():
             seconds *= self.costs.uneven
         if drafting:
-            seconds += self.costs.block_seconds(drafting, self.drafted.max(), slots)
+            seconds += self.costs.block_seconds(drafting, drafted.max(), slots)
         ragged = (requests + self.survival[verified].sum()) / seconds
         mean = self.survival.mean(0)
         even = even_throughput(self.costs, requests, mean, self.context)[self.width]
