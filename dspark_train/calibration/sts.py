@@ -2,7 +2,8 @@
 
 Confidence logits say how likely a proposal is accepted given that those before it were. What a
 scheduler uses is their cumulative product, so that is what is calibrated: with the earlier
-temperatures fixed, T_k is the value whose product is closest to the observed frequency.
+temperatures fixed, T_k is the value whose product is closest to the observed frequency. On few
+rounds many are about as close; of these it is the one nearest to 1.
 """
 
 import torch
@@ -11,6 +12,8 @@ from dspark_train.calibration.ece import expected_calibration_error
 
 # powers of two: first 49 values from 1/8 to 8, 1 among them, then twice finer around the best
 WIDTH, COARSE, FINE, REFINEMENTS = 3.0, 49, 11, 2
+# what a temperature must gain for every power of two away from 1, in standard errors of what passed
+PULL = 0.5
 
 
 def prefix_confidence(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -29,8 +32,7 @@ def fit_temperatures(
         known: `[N]` leading proposals whose outcome the round tells.
 
     Returns:
-        `[P]` float64 temperatures; 1 where no round reached the proposal. Equal errors go to the
-        temperature nearest to 1, so the fit is deterministic.
+        `[P]` float64 temperatures; 1 where no round reached the proposal.
     """
     proposals = logits.shape[1]
     temperatures = torch.ones(proposals, dtype=torch.float64)
@@ -47,12 +49,15 @@ def fit_temperatures(
 def _fit_one(logits: torch.Tensor, before: torch.Tensor, passed: torch.Tensor) -> float:
     """The temperature of one proposal; `before` is the product up to it, all `[N]`."""
     centre, width, count = 0.0, WIDTH, COARSE
+    frequency = passed.double().mean()
+    pull = PULL * (frequency * (1 - frequency) / len(logits)).sqrt()
     for _ in range(1 + REFINEMENTS):
         grid = centre + torch.linspace(-width, width, count, dtype=torch.float64)
         # in order of distance from 1: argmin takes the first of equals
         grid = grid[grid.abs().argsort(stable=True)]
         predicted = before[:, None] * (logits[:, None] / 2.0**grid).sigmoid()
         errors = expected_calibration_error(predicted, passed)
+        errors += pull * grid.abs()
         centre, width = float(grid[errors.argmin()]), 2 * width / (count - 1)
         count = FINE
     return 2.0**centre

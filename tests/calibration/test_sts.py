@@ -8,6 +8,7 @@ from dspark_train.calibration import (
     fit_temperatures,
     prefix_confidence,
 )
+from tests.calibration.planted import planted_traces
 
 
 def test_error_by_hand() -> None:
@@ -49,6 +50,17 @@ def test_scaling_lowers_the_error_on_fresh_rounds() -> None:
             for t in (torch.ones(3), fitted)
         )
         assert after < 0.02 < before
+
+
+def test_few_rounds_move_temperatures_little() -> None:
+    """Where nothing is wrong, chance alone takes some to 1/8 or to 8: without a pull, 0.64 octaves
+    on the mean."""
+    away = []
+    for seed in range(20):
+        traces = planted_traces([1.0] * 4, 300, seed)
+        fitted = fit_temperatures(traces.logits, traces.accepted, traces.known)
+        away.append(fitted.log2().abs().mean())
+    assert torch.stack(away).mean() < 0.4
 
 
 def test_a_proposal_nobody_reached_keeps_temperature_one() -> None:
