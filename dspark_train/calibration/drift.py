@@ -76,8 +76,11 @@ class DriftMonitor:
             known: leading drafts of which the round tells.
 
         Returns:
-            What has drifted, once per fit and slot; it is logged as a warning, too.
+            What has drifted, once per fit and slot; it is logged as a warning, too. A round whose
+            logits are not finite tells nothing.
         """
+        if not logits[:known].isfinite().all():
+            return None
         one = self.classes[kind]
         product = one.scaling.products(logits[None])[0]
         slots = torch.arange(len(product))

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from dspark_train.calibration.sts import WIDTH, fit_temperatures, prefix_confidence
+from dspark_train.calibration.sts import fit_temperatures, prefix_confidence
 
-# no frequency of so few rounds is further from an even chance
+# how far the slope may be from 1, either way: decoders that do not read the temperatures get the
+# shift alone, and where the slope is far from 1 it would mislead them
+STEEP = 4.0
+# a shift beyond makes all certain
 LARGEST = 20.0
 
 
@@ -45,7 +48,7 @@ class Scaling:
 def fit_shift(logits: torch.Tensor, accepted: torch.Tensor, known: torch.Tensor) -> float:
     """The shift of the likeliest `σ(slope · (logit + shift))`, one for all proposals.
 
-    The slope, which is left to the temperatures, is kept within what they can be.
+    The slope, which is left to the temperatures, is kept within a factor of `STEEP`.
 
     Args:
         logits: `[N, P]` confidence logits of N rounds.
@@ -62,7 +65,7 @@ def fit_shift(logits: torch.Tensor, accepted: torch.Tensor, known: torch.Tensor)
     if not 0 < stands.sum() < len(stands):
         return 0.0
     fitted = LogisticRegression(C=np.inf).fit(said[:, None], stands)
-    slope = float(np.clip(fitted.coef_[0, 0], 2.0**-WIDTH, 2.0**WIDTH))
+    slope = float(np.clip(fitted.coef_[0, 0], 1 / STEEP, STEEP))
     low, high = -LARGEST, LARGEST
     for _ in range(60):
         shift = (low + high) / 2

@@ -17,7 +17,7 @@ from dspark_train.decoding.policies import LAG, Drafts, Ragged, Waiting
 
 # comparisons before the better way is believed, least weight of the last one, and how often a
 # ragged round comes while even ones are better: only those compare
-ENOUGH, WEIGHT, LOOK = 8, 0.05, 16
+ENOUGH, WEIGHT, LOOK = 8, 0.05, 17
 
 
 class Auto:
@@ -35,26 +35,31 @@ class Auto:
         self.compared: dict[int, list[float]] = {}
 
     def draft_lengths(self, waiting: Waiting) -> np.ndarray:
-        limits = np.asarray(waiting.limits)
-        requests, ragged = len(limits), self.ragged
-        self.context, self.costs = waiting.context, ragged.hull(requests)
-        self.survival = ragged.difficulty.survival(waiting.ids)
-        theta = even_throughput(self.costs, requests, self.survival.mean(0), self.context)
-        self.width = int(theta.argmax())
-        self.lengths = np.zeros(requests, dtype=np.int64)
-        self.drafts = Drafts(None, self.lengths)  # until there are some
+        self.waiting, limits = waiting, np.asarray(waiting.limits)
+        requests = len(limits)
+        self.survival = self.ragged.difficulty.survival(waiting.ids)
+        self.costs = self.ragged.hull(requests)
+        if self.ragged.has_cliffs(requests):
+            self.costs = self.ragged.costs
+        mean = self.survival.mean(0)
+        width = int(even_throughput(self.costs, requests, mean, waiting.context).argmax())
+        self.equal = np.minimum(limits, width)
         count, gain = self.compared.get(requests.bit_length(), (0, 0.0))
         self.even = requests > 1 and count >= ENOUGH and gain < 0 and self.turn % LOOK > 0
-        return np.minimum(limits, self.width) if self.even else ragged.draft_lengths(waiting)
+        self.asked = self.equal if self.even else self.ragged.draft_lengths(waiting)
+        # until something is drafted
+        self.lengths = np.zeros(requests, dtype=np.int64)
+        self.drafts = Drafts(None, self.lengths)
+        return self.asked
 
     def verify_lengths(self, drafts: Drafts) -> np.ndarray:
-        if self.even:
-            return np.asarray(drafts.drafted)
-        self.drafts, self.lengths = drafts, self.ragged.verify_lengths(drafts)
-        return self.lengths
+        self.drafts = drafts
+        self.lengths = drafts.drafted if self.even else self.ragged.verify_lengths(drafts)
+        return np.asarray(self.lengths)
 
     def observe(self, ids: Sequence[Hashable], judged: np.ndarray, accepted: np.ndarray) -> None:
-        if not self.even:
+        # who was made to draft less, or could not more, says nothing about what drafts are worth
+        if len(ids) > 1 and not self.even and (self.drafts.drafted == self.asked).all():
             self._compare()
         self.turn += 1
         self.ragged.observe(ids, judged, accepted)
@@ -65,21 +70,23 @@ class Auto:
     def _compare(self) -> None:
         """What the ragged round that is over was expected to commit per second, and what an even
         one would have been."""
-        (requests, slots), drafted = self.survival.shape, self.drafts.drafted
         if self.drafts.confidence is not None:
             live = self.ragged.prefix.survival(self.drafts)
-            said = np.arange(live.shape[1]) < drafted[:, None]
+            said = np.arange(live.shape[1]) < self.asked[:, None]
             np.copyto(self.survival[:, : live.shape[1]], live, where=said)
-        verified = np.arange(slots) < self.lengths[:, None]
-        size, drafting = requests + int(verified.sum()), int(np.count_nonzero(drafted))
-        seconds = self.costs.verify_seconds(size, self.context)[size]
-        if self.lengths.min() < self.lengths.max():
-            seconds *= self.costs.uneven
-        if drafting:
-            seconds += self.costs.block_seconds(drafting, drafted.max(), slots)
-        ragged = (requests + self.survival[verified].sum()) / seconds
-        mean = self.survival.mean(0)
-        even = even_throughput(self.costs, requests, mean, self.context)[self.width]
-        one = self.compared.setdefault(requests.bit_length(), [0, 0.0])
+        ragged, even = self._theta(self.lengths, self.asked), self._theta(self.equal, self.equal)
+        one = self.compared.setdefault(len(self.asked).bit_length(), [0, 0.0])
         one[0] += 1
         one[1] += max(1 / one[0], WEIGHT) * (np.log(ragged / even) - one[1])
+
+    def _theta(self, lengths: np.ndarray, drafted: np.ndarray) -> float:
+        """Expected tokens per second of a round with so many drafts verified and made, `[R]`."""
+        (requests, slots), costs = self.survival.shape, self.costs
+        verified = np.arange(slots) < lengths[:, None]
+        size, drafting = requests + int(verified.sum()), int(np.count_nonzero(drafted))
+        seconds = costs.verify_seconds(size, self.waiting.context)[size]
+        if lengths.min() < lengths.max():
+            seconds *= costs.uneven
+        if drafting:
+            seconds += costs.block_seconds(drafting, drafted.max(), slots)
+        return (requests + self.survival[verified].sum()) / seconds

@@ -60,6 +60,7 @@ def measure_costs(
         for job in jobs:
             time(*job)
         least += 1
+    unequal = 1.0 if uneven is None else max(median(uneven() for _ in range(7)), 1.0)
     while clock() - began < budget and (gap := _widest_jump(jobs, contexts)):
         for context in contexts:
             jobs["verify", context, gap] = []
@@ -67,7 +68,6 @@ def measure_costs(
             for context in contexts:
                 time("verify", context, gap)
 
-    unequal = 1.0 if uneven is None else max(median(uneven() for _ in range(7)), 1.0)
     cost = {job: median(times) for job, times in jobs.items()}
     tokens = sorted({size for kind, _, size in jobs if kind == "verify"})
     rows = sorted({size for kind, _, size in jobs if kind == "draft"})

@@ -223,8 +223,8 @@ class Ragged:
         if drafts.confidence is None:
             return np.asarray(drafts.drafted)
         # the number of requests and the table decide, so this choice anticipates nothing
-        requests, slots = drafts.confidence.shape
-        if self.cliffs[requests : requests * (slots + 1) + 1].max(initial=0.0) > CLIFF / 2:
+        requests = len(drafts.drafted)
+        if self.has_cliffs(requests):
             return self.capacity.verify_lengths(drafts)
         self.prefix.price(self.hull(requests))
         return self.prefix.verify_lengths(drafts)
@@ -236,6 +236,11 @@ class Ragged:
     def price(self, costs: CostTable) -> None:
         self.costs, self.hulls = costs, {}
         self.capacity.price(costs)  # where the cliffs are stays: noise looks like cliffs
+
+    def has_cliffs(self, requests: int) -> bool:
+        """Whether the costs that so many requests can have are far from their hull."""
+        sizes = self.cliffs[requests : requests * (self.difficulty.slots + 1) + 1]
+        return bool(sizes.max(initial=0.0) > CLIFF / 2)
 
     def hull(self, requests: int) -> CostTable:
         """The costs of so many requests, under their hull."""

@@ -6,6 +6,7 @@ verified may depend on everything before it, but neither on draft k itself nor o
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -185,7 +186,7 @@ def make_scheduler(
         temperatures: `[K]` from calibration; None: 1.
         padded: passes are as wide as their longest request (the target does not `packs_rows`);
             then auto is columns, else `Auto`.
-        watch: warn when calibration drifts, and fit the temperatures anew on what is served.
+        watch: warn when calibration drifts, and fit shift and temperatures anew on what is served.
         follow: correct `costs` by what rounds really take.
 
     Raises:
@@ -204,6 +205,8 @@ def make_scheduler(
         return Scheduled(Threshold(float(number), scale), slots, watched)
     if costs is None:
         raise ValueError(f"policy {name} needs a cost table: measure one, or give a file")
+    if kind != "auto":  # others do not ask how unequal a pass is: it is part of what sizes cost
+        costs = replace(costs, uneven=1.0)
     running = RunningCosts(costs) if follow else None
     return Scheduled(WITH_COSTS[kind](costs, scale), slots, watched, running)
 

@@ -120,7 +120,9 @@ def simulate(
         entering = concurrency * lengths.max() if padded else lengths.sum()
         size = concurrency + int(entering)
         drafting = int(np.count_nonzero(drafted))
-        seconds += 1.0 / costs.steps_per_second(size, 0.0, drafting)[size]
+        uneven = not padded and lengths.min() < lengths.max()
+        seconds += costs.verify_seconds(size)[size] * (costs.uneven if uneven else 1.0)
+        seconds += costs.drafting_seconds(drafting)[drafting]
         steps += 1
         committed += int((accepted + 1).sum())
         verified += size

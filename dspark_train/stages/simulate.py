@@ -41,7 +41,6 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
         raise ValueError(f"{calibrate.directory} has no traces: its drafter has no confidence head")
     traces = Traces.load(calibrate.file("traces.safetensors"))
     traces = traces.shifted(shift_of(calibrate))
-    traces = traces.shifted(shift_of(calibrate))
     temperatures = np.array(calibrate.facts["temperatures"])
     if s.cost_table:
         costs = CostTable.load(s.cost_table)

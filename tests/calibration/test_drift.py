@@ -44,6 +44,20 @@ def test_a_shift_is_noticed_and_fitted_away(caplog) -> None:
     assert max(errors(monitor, "chat", fresh)) < 0.03
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_confidences_that_are_no_numbers_disturb_nobody(bad) -> None:
+    """Of one poisoned request; the others are watched and fitted as if it were not there."""
+    monitors = [DriftMonitor(Scaling.none(P)) for _ in range(2)]
+    traces = planted_traces([3.0] * P, 4000, 2)
+    feed(monitors[0], "chat", traces)
+    for logits, accepted in zip(traces.logits, traces.accepted.tolist(), strict=True):
+        assert monitors[1].observe("chat", torch.full((P,), bad), 0, 1) is None
+        monitors[1].observe("chat", logits, accepted, P)
+    first, second = (monitor.scaling("chat") for monitor in monitors)
+    assert first.shift == second.shift
+    assert torch.equal(first.temperatures, second.temperatures)
+
+
 def test_classes_do_not_touch_each_other() -> None:
     monitor = DriftMonitor(Scaling.none(P))
     feed(monitor, "code", planted_traces([3.0] * P, 4000, 2))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dspark_train.calibration import Scaling, expected_calibration_error
-from dspark_train.calibration.scaling import fit_shift
+from dspark_train.calibration.scaling import STEEP, fit_shift
 from dspark_train.calibration.sts import fit_temperatures
 from tests.calibration.planted import planted_traces
 
@@ -39,7 +39,7 @@ def test_the_mean_is_met_where_the_logits_say_nothing_or_the_opposite() -> None:
     logits = torch.tensor([[2.0], [-2.0]]).repeat(500, 1)
     accepted = torch.tensor([0, 1, 0, 0, 0, 1, 0, 0, 0, 1]).repeat(100)  # never at the higher one
     shift = fit_shift(logits, accepted, torch.ones(1000))
-    chance = ((logits + shift) / 8).sigmoid()
+    chance = ((logits + shift) / STEEP).sigmoid()
     assert chance.mean().item() == pytest.approx(0.3, abs=1e-6)
 
 

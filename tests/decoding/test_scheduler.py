@@ -1,5 +1,6 @@
 """Policies as schedulers of the engine: named, given what they need, and exact by enumeration."""
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -167,6 +168,15 @@ def test_a_shift_of_what_is_served_is_followed() -> None:
     scheduler.policy.verify_lengths = lambda drafts: told.append(drafts.confidence) or np.ones(1)
     scheduler.schedule(requests, [Proposal([5, 6], confidence=torch.tensor([0.5, -2.0]))])
     assert told[0] == pytest.approx(np.array([[-0.5, -3.0]]), abs=0.25)
+
+
+def test_only_auto_is_told_what_unequal_passes_cost() -> None:
+    """To others it is part of what sizes cost."""
+    table = CostTable.from_steps_per_second((1.0,) * 12)
+    table = replace(table, uneven=1.4)
+    for name, expected in (("prefix", 1.0), ("capacity", 1.0), ("columns", 1.0), ("auto", 1.4)):
+        made = make_scheduler(name, 2, table, padded=False, follow=True)
+        assert made.costs.table.uneven == expected
 
 
 def test_nobody_watches_unasked() -> None:

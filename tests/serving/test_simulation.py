@@ -1,5 +1,6 @@
 """The paper's picture: long verification at light load, shrinking under load, and it pays."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -54,6 +55,14 @@ def test_auto_is_at_least_as_good_as_every_fixed_length(concurrency) -> None:
     assert auto > 1.05 * fixed[1]
     if concurrency >= 64:
         assert auto > 1.03 * max(fixed.values())
+
+
+def test_unequal_passes_take_as_long_as_the_table_says() -> None:
+    """And equal ones as long as ever."""
+    dear = replace(COSTS, uneven=1.5)
+    assert run("fixed:0", 8, costs=dear) == run("fixed:0", 8)
+    assert run("prefix", 8, costs=dear).throughput < 0.75 * run("prefix", 8).throughput
+    assert run("auto", 8, costs=dear).throughput > 0.97 * run("fixed:7", 8, costs=dear).throughput
 
 
 # a CPU: linear layers cost by the token almost from the first one on

@@ -3,6 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+import torch
+
+from dspark_train.artifacts import Artifact
+from dspark_train.calibration.traces import Traces
+from dspark_train.stages import simulate as stage
 from tests.tiny_pipeline import Run, refused
 
 FEW = (
@@ -29,6 +35,24 @@ def test_policies_side_by_side(tiny_run_finished: Run, tmp_path: Path) -> None:
     again = tiny_run_finished(*FEW, f"simulate.cost_table={folder / 'costs.json'}")
     assert again.status == 0, again
     assert json.loads((folder / "report.json").read_text())["rows"] == rows
+
+
+def test_simulated_confidences_are_those_of_the_exported_head(
+    tiny_run_finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The traced ones with the shift, once."""
+    seen, real = [], stage.simulate
+
+    def simulate(policy, costs, traces, **rest):
+        seen.append(traces)
+        return real(policy, costs, traces, **rest)
+
+    monkeypatch.setattr(stage, "simulate", simulate)
+    assert tiny_run_finished(*FEW).status == 0
+    calibrate = Artifact.open(tmp_path / "run" / "calibrate")
+    traced = Traces.load(calibrate.file("traces.safetensors"))
+    assert calibrate.facts["shift"] != 0
+    assert torch.allclose(seen[0].logits, traced.logits + calibrate.facts["shift"])
 
 
 def test_bad_input(tiny_run_finished: Run, tmp_path: Path) -> None:
