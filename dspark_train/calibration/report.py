@@ -73,7 +73,7 @@ def report(fit: Traces, fresh: Traces, scaling: Scaling) -> list[dict[str, Any]]
         one of the halves never reached the slot.
     """
     none = Scaling.none(len(scaling.temperatures))
-    published = Scaling(0.0, fit_temperatures(fit.logits, fit.accepted, fit.known))
+    published = Scaling.of(fit_temperatures(fit.logits, fit.accepted, fit.known))
     ways = {"before": none, "after": scaling, "sts": published}
     found = {name: way.products(fresh.logits) for name, way in ways.items()}
     raw_fit, entries = none.products(fit.logits), []

@@ -89,9 +89,9 @@ class Traces:
         columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "domains"}
         return Traces(**columns, domains=self.domains)
 
-    def shifted(self, by: float) -> "Traces":
-        """What the confidence head would have said with so much more in its bias."""
-        return replace(self, logits=self.logits + by)
+    def shifted(self, by: torch.Tensor) -> "Traces":
+        """With so much `[P]` added to the confidence logits of every slot."""
+        return replace(self, logits=self.logits + by.to(self.logits.dtype))
 
     def halves(self) -> tuple["Traces", "Traces"]:
         """Every other conversation, and the rest: rounds of one conversation stay together.

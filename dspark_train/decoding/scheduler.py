@@ -96,9 +96,9 @@ class Scheduled:
     ) -> None:
         self.policy, self.slots, self.temperatures = policy, slots, temperatures
         self.costs, self.drafted = costs, np.zeros(0, dtype=np.int64)
-        self.monitor, self.turn, self.shift = None, 0, 0.0
+        self.monitor, self.turn, self.shifts = None, 0, np.zeros(slots, dtype=np.float32)
         if temperatures is not None:
-            self.monitor = DriftMonitor(Scaling(0.0, torch.from_numpy(temperatures.copy())))
+            self.monitor = DriftMonitor(Scaling.of(torch.from_numpy(temperatures.copy())))
 
     def limits(self, requests: Sequence[Request]) -> list[int]:
         room = np.clip([request.remaining - 1 for request in requests], 0, self.slots)
@@ -113,7 +113,7 @@ class Scheduled:
             return drafted.tolist()
         logits = _confidences(proposals)
         if logits is not None:
-            logits = logits + np.float32(self.shift)
+            logits = logits + self.shifts[: logits.shape[1]]
         return self.policy.verify_lengths(Drafts(logits, drafted, _context(requests))).tolist()
 
     def observe(self, requests: Sequence[Request], rounds: Sequence[Round]) -> None:
@@ -151,7 +151,8 @@ class Scheduled:
             logits[: len(one.confidence)] = torch.tensor(one.confidence)
             self.monitor.observe("served requests", logits, one.accepted, one.known)
             scaling = self.monitor.scaling("served requests")
-            self.shift, self.temperatures[:] = scaling.shift, scaling.temperatures.numpy()
+            self.shifts[:] = (scaling.shift + scaling.slot_shifts).numpy()
+            self.temperatures[:] = scaling.temperatures.numpy()
 
 
 def is_policy(name: str) -> bool:
@@ -186,7 +187,7 @@ def make_scheduler(
         temperatures: `[K]` from calibration; None: 1.
         padded: passes are as wide as their longest request (the target does not `packs_rows`);
             then auto is columns, else `Auto`.
-        watch: warn when calibration drifts, and fit shift and temperatures anew on what is served.
+        watch: warn when calibration drifts, and fit shifts and temperatures anew on what is served.
         follow: correct `costs` by what rounds really take.
 
     Raises:

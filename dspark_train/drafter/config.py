@@ -28,7 +28,8 @@ class DrafterConfig(PreTrainedConfig):
     Gemma's layers have `sandwich_norms` (norms after the sublayers too, and a scalar per layer), a
     `value_norm` without weights, an `attention_scale` of 1 (None: 1/sqrt(head_dim)), and values
     that are the projected keys (`keys_are_values`).
-    `confidence_temperatures` holds one value per proposal, by which confidence logits are divided.
+    `confidence_shifts` are added to the confidence logits of each proposal, which are then divided
+    by `confidence_temperatures`.
     `target` identifies the target the drafter was trained for.
 
     Raises:
@@ -63,6 +64,7 @@ class DrafterConfig(PreTrainedConfig):
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     confidence_temperatures: list | None = None
+    confidence_shifts: list | None = None
     target: dict | None = None
     conv_kernel_size: int | None = None
     conv_group_size: int = 16
@@ -179,6 +181,11 @@ class DrafterConfig(PreTrainedConfig):
             problems.append(
                 f"confidence_temperatures={self.confidence_temperatures}, expected {proposals} "
                 "positive numbers, one per proposal"
+            )
+        if self.confidence_shifts is not None and len(self.confidence_shifts) != proposals:
+            problems.append(
+                f"confidence_shifts={self.confidence_shifts}, expected {proposals} numbers, one "
+                "per proposal"
             )
         return problems
 

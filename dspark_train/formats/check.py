@@ -14,6 +14,7 @@ UNSAID = {
     "target",
     "num_target_layers",
     "confidence_temperatures",
+    "confidence_shifts",
     "confidence_head_with_markov",
     "enable_confidence_head",
     "is_causal",

@@ -205,4 +205,9 @@ def what_is_left_out(name: str, config: DrafterConfig) -> list[str]:
             "will be uncalibrated; do not let it choose verify lengths by them, or serve with our "
             "decoder (or sglang, where every slot proposes)"
         )
+    elif config.confidence_shifts and any(config.confidence_shifts):
+        notes.append(
+            f"{name} has no place for what the confidences of single slots are shifted by "
+            "(confidence_shifts): it gets the shift that all share, and the temperatures"
+        )
     return notes

@@ -1,9 +1,11 @@
-"""held-out decoding traces -> a shift of the confidences and one temperature per proposal."""
+"""held-out decoding traces -> a shift and a temperature for the confidence of each proposal."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from dspark_train.artifacts import Artifact, ArtifactWriter
 from dspark_train.calibration import Scaling
@@ -37,7 +39,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     c = config.calibrate
     drafter = load_drafter(drafted.folder("drafter"))
     if drafter.confidence_head is None:
-        facts = {"shift": 0.0, "temperatures": None}
+        facts = {"temperatures": None}
         return Outcome({}, facts, "no confidence head, nothing to calibrate")
     target = load_target(config)
     require_same_target(target, rollout.facts["target"], str(rollout.directory))
@@ -70,6 +72,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     slots = report(fit, fresh, scaling)
     facts = {
         "shift": round(scaling.shift, 4),
+        "slot_shifts": [round(s, 4) for s in scaling.slot_shifts.tolist()],
         "temperatures": [round(t, 4) for t in scaling.temperatures.tolist()],
         "ece_before": [slot["before"]["ece"] for slot in slots if "before" in slot],
         "ece_after": [slot["after"]["ece"] for slot in slots if "after" in slot],
@@ -89,9 +92,14 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     )
 
 
-def shift_of(calibrate: Artifact) -> float:
-    """What is added to confidence logits; runs of older versions have temperatures alone."""
-    return calibrate.facts.get("shift", 0.0)
+def scaling_of(calibrate: Artifact) -> Scaling | None:
+    """What was fitted, None without a confidence head. Older runs have temperatures alone."""
+    facts = calibrate.facts
+    if facts["temperatures"] is None:
+        return None
+    temperatures = torch.tensor(facts["temperatures"], dtype=torch.float64)
+    slots = torch.tensor(facts.get("slot_shifts", [0.0] * len(temperatures)))
+    return Scaling(facts.get("shift", 0.0), slots, temperatures)
 
 
 def domains(traces: Traces) -> dict[str, dict[str, float]]:

@@ -18,7 +18,7 @@ from dspark_train.drafter import Drafter, DrafterConfig, load_drafter
 from dspark_train.formats import NATIVE, refuse_uncarried, what_is_left_out, write
 from dspark_train.formats.card import Measured, Story, card
 from dspark_train.formats.check import reload
-from dspark_train.stages.calibrate import shift_of, trained
+from dspark_train.stages.calibrate import scaling_of, trained
 from dspark_train.stages.rollout import split_prompts
 from dspark_train.stages.stage import Outcome
 from dspark_train.stages.targets import load_target, require_same_target, target_settings
@@ -45,10 +45,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     drafter = load_drafter(drafted.folder("drafter"))
     refuse_untrained(drafter)
     require_as_recorded(drafter.config, drafted)
-    drafter.config.confidence_temperatures = inputs["calibrate"].facts["temperatures"]
-    if drafter.confidence_head is not None:
-        with torch.no_grad():
-            drafter.confidence_head.proj.bias += shift_of(inputs["calibrate"])
+    calibrate(drafter, inputs["calibrate"])
     drafter.to(getattr(torch, config.export.dtype))
     # bench and generate decode with our own
     formats = [NATIVE, *(name for name in config.export.formats if name != NATIVE)]
@@ -98,6 +95,17 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
         },
         line=f"{size / 1e6:.1f} MB as {', '.join(formats)}, read back and decoded with",
     )
+
+
+@torch.no_grad()
+def calibrate(drafter: Drafter, fitted: Artifact) -> None:
+    """Let the confidences of a drafter that was trained be those that were fitted."""
+    scaling = scaling_of(fitted)
+    if scaling is None:
+        return
+    drafter.confidence_head.proj.bias += scaling.shift
+    drafter.config.confidence_shifts = fitted.facts.get("slot_shifts")
+    drafter.config.confidence_temperatures = fitted.facts["temperatures"]
 
 
 def folder_of(name: str) -> str:
@@ -194,9 +202,12 @@ def compare(
         ValueError: a weight, a setting, a logit, a drafted confidence or a token differs.
     """
     reloaded = reload(folder, name, drafter, target.head)
+    drafter = copy.deepcopy(drafter)
+    if name != NATIVE:  # it is said that these are left out
+        drafter.config.confidence_shifts = None
     outputs = []
     # a decoder moves its drafter to the target's dtype, which formats yet to be written do not have
-    for model in (copy.deepcopy(drafter), reloaded):
+    for model in (drafter, reloaded):
         rounds: list[Any] = []
         decoder = SpeculativeDecoder.with_drafter(target, model)
         result = decoder.generate(prompt, CHECK_TOKENS, trace=rounds.append)

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -18,7 +17,7 @@ from dspark_train.config import Config
 from dspark_train.decoding.cost_table import CostTable
 from dspark_train.disk import sha256_file
 from dspark_train.serving.simulation import flat_then_falling, policy_of, simulate
-from dspark_train.stages.calibrate import shift_of
+from dspark_train.stages.calibrate import scaling_of
 from dspark_train.stages.load_report import policy_style
 from dspark_train.stages.report import print_table
 from dspark_train.stages.stage import Outcome
@@ -37,11 +36,12 @@ def settings(config: Config) -> dict[str, Any]:
 def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) -> Outcome:
     """Write report.json, report.png and the cost table that was used; print a table."""
     s, calibrate = config.simulate, inputs["calibrate"]
-    if calibrate.facts["temperatures"] is None:
+    scaling = scaling_of(calibrate)
+    if scaling is None:
         raise ValueError(f"{calibrate.directory} has no traces: its drafter has no confidence head")
     traces = Traces.load(calibrate.file("traces.safetensors"))
-    traces = traces.shifted(shift_of(calibrate))
-    temperatures = np.array(calibrate.facts["temperatures"])
+    traces = traces.shifted(scaling.shift + scaling.slot_shifts)
+    temperatures = scaling.temperatures.numpy()
     if s.cost_table:
         costs = CostTable.load(s.cost_table)
     else:

@@ -27,7 +27,7 @@ def errors(monitor: DriftMonitor, kind: str, traces) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_said_while_nothing_shifts(seed) -> None:
-    monitor = DriftMonitor(Scaling(0.0, torch.full((P,), 1.5)))
+    monitor = DriftMonitor(Scaling.of(torch.full((P,), 1.5)))
     assert feed(monitor, "chat", planted_traces([1.5] * P, 10_000, seed)) == []
 
 

@@ -79,7 +79,7 @@ def test_reliability_counts_every_round() -> None:
 
 def test_the_diagram_is_a_picture(tmp_path) -> None:
     traces = planted_traces([2.0] * 5, 300)
-    reliability_figure(traces, Scaling(-0.5, torch.full((5,), 2.0))).savefig(
+    reliability_figure(traces, Scaling(-0.5, torch.zeros(5), torch.full((5,), 2.0))).savefig(
         tmp_path / "r.png", format="png"
     )
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

@@ -21,7 +21,8 @@ def worst(scaling: Scaling, traces) -> float:
 def test_a_planted_shift_is_recovered_whatever_the_temperature(shift, temperature) -> None:
     traces = planted_traces([temperature] * 3, 40_000, shift=shift)
     fitted = Scaling.fit(traces.logits, traces.accepted, traces.known)
-    assert fitted.shift == pytest.approx(shift, abs=0.06)
+    shifts = fitted.shift + fitted.slot_shifts
+    assert shifts.tolist() == pytest.approx([shift] * 3, abs=0.1)
     assert fitted.temperatures.tolist() == pytest.approx([temperature] * 3, rel=0.12)
 
 
@@ -30,7 +31,7 @@ def test_a_shift_mends_what_temperatures_cannot() -> None:
     fit, fresh = planted_traces([1.0] * 4, 20_000, shift=-0.8).halves()
     published = fit_temperatures(fit.logits, fit.accepted, fit.known)
     assert worst(Scaling.none(4), fresh) > 0.09
-    assert worst(Scaling(0.0, published), fresh) > 0.07
+    assert worst(Scaling.of(published), fresh) > 0.07
     assert worst(Scaling.fit(fit.logits, fit.accepted, fit.known), fresh) < 0.015
 
 
@@ -41,6 +42,21 @@ def test_the_mean_is_met_where_the_logits_say_nothing_or_the_opposite() -> None:
     shift = fit_shift(logits, accepted, torch.ones(1000))
     chance = ((logits + shift) / STEEP).sigmoid()
     assert chance.mean().item() == pytest.approx(0.3, abs=1e-6)
+
+
+def test_each_slot_has_a_shift_of_its_own() -> None:
+    """Of a few rounds it is what all slots share; nothing moves where a slot is never reached."""
+    traces = planted_traces([1.0] * 3, 40_000)
+    wrong = torch.tensor([0.5, -0.3, 0.0])
+    told = traces.shifted(wrong)
+    fitted = Scaling.fit(told.logits, told.accepted, told.known)
+    assert fitted.shift + fitted.slot_shifts == pytest.approx(-wrong.double(), abs=0.07)
+    assert fitted.temperatures.tolist() == pytest.approx([1.0] * 3, rel=0.15)
+    few = told.where(torch.arange(len(told)) < 60)
+    fitted = Scaling.fit(few.logits, few.accepted, few.known)
+    assert fitted.slot_shifts.abs().max() < 0.25
+    unreached = Scaling.fit(told.logits, told.accepted.clamp(max=0), told.known.clamp(max=1))
+    assert unreached.slot_shifts[1:].tolist() == [0.0, 0.0]
 
 
 def test_only_decided_proposals_count() -> None:

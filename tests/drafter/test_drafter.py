@@ -90,6 +90,7 @@ def test_tensor_names_are_those_of_the_ecosystem() -> None:
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None"),
         ({"layer_types": ["full_attention"] * 2, "sliding_window": 9}, "sliding_window=9"),
         ({"layer_types": ["full_attention"]}, r"layer_types=\['full_attention'\], expected"),
+        ({"confidence_shifts": [0.1]}, r"confidence_shifts=\[0.1\], expected 7 numbers"),
         ({"confidence_temperatures": [1.0]}, r"confidence_temperatures=\[1.0\]"),
     ],
 )

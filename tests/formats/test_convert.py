@@ -128,7 +128,8 @@ def test_the_stage_export_writes_and_checks_every_format(
             assert part in said
         fields = json.loads((folder / "config.json").read_text())
         assert fields["block_size"] == trained["block_size"]
-    assert ended.out.count("has no place") == 3
+    assert ended.out.count("has no place for this drafter's confidence temperatures") == 3
+    assert ended.out.count("confidence_shifts") == 1  # sglang has a place for temperatures alone
     told = json.loads(
         (export.folder(places["sglang"]) / "confidence_temperatures.json").read_text()
     )

@@ -258,6 +258,9 @@ def test_trap_confidence(tmp_path: Path) -> None:
     assert told == {"temperatures": [1.0, 1.1, 1.2, 1.3, 1.4], **numbers}
     assert TEMPERATURES in card("sglang", drafter.config, Story())
     assert what_is_left_out("sglang", drafter.config) == []
+    drafter.config.confidence_shifts = [0.1, 0.0, 0.0, 0.0, -0.1]
+    (note,) = what_is_left_out("sglang", drafter.config)
+    assert "confidence_shifts" in note
     for name in ("vllm", "speculators", "deepspec"):
         (note,) = what_is_left_out(name, drafter.config)
         assert "temperatures" in note

@@ -35,7 +35,8 @@ def test_traces_and_report(finished_run: Path) -> None:
 
 def test_the_shift_is_in_the_exported_head(finished_run: Path) -> None:
     """Decoders that know of no shift have it all the same; no other weight changes."""
-    shift = Artifact.open(finished_run / "calibrate").facts["shift"]
+    facts = Artifact.open(finished_run / "calibrate").facts
+    shift = facts["shift"]
     folders = (finished_run / "train" / "drafter", finished_run / "export" / "checkpoint")
     trained, exported = (load_drafter(folder).state_dict() for folder in folders)
     name = "confidence_head.proj.bias"
@@ -43,6 +44,9 @@ def test_the_shift_is_in_the_exported_head(finished_run: Path) -> None:
     assert shift != 0
     assert torch.allclose(exported.pop(name).float(), expected, rtol=2**-8)
     assert all(torch.equal(exported[key].float(), trained[key].float()) for key in trained)
+    config = load_drafter(folders[1]).config
+    assert config.confidence_shifts == facts["slot_shifts"]
+    assert config.confidence_temperatures == facts["temperatures"]
 
 
 def test_overlap_is_the_rate_of_acceptance(finished_run: Path) -> None:

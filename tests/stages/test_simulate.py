@@ -40,7 +40,7 @@ def test_policies_side_by_side(tiny_run_finished: Run, tmp_path: Path) -> None:
 def test_simulated_confidences_are_those_of_the_exported_head(
     tiny_run_finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The traced ones with the shift, once."""
+    """The traced ones with their shifts, once."""
     seen, real = [], stage.simulate
 
     def simulate(policy, costs, traces, **rest):
@@ -52,7 +52,8 @@ def test_simulated_confidences_are_those_of_the_exported_head(
     calibrate = Artifact.open(tmp_path / "run" / "calibrate")
     traced = Traces.load(calibrate.file("traces.safetensors"))
     assert calibrate.facts["shift"] != 0
-    assert torch.allclose(seen[0].logits, traced.logits + calibrate.facts["shift"])
+    shifts = torch.tensor(calibrate.facts["slot_shifts"]) + calibrate.facts["shift"]
+    assert torch.allclose(seen[0].logits, traced.logits + shifts, atol=1e-5)
 
 
 def test_bad_input(tiny_run_finished: Run, tmp_path: Path) -> None:

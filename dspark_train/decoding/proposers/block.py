@@ -56,6 +56,8 @@ class BlockProposer:
         self.markov = drafter.markov_head if use_heads else None
         # a confidence that was trained on drafts of the sequential head says nothing without it
         self.confidence = drafter.confidence_head if use_heads else None
+        shifts = config.confidence_shifts or [0.0] * config.slots.num_proposals
+        self.shifts = torch.tensor(shifts, device=drafter.device)
         self.sampler, self.walked = sampler, 0.0
         self.recorder = recorder
         self.open(1)
@@ -171,4 +173,5 @@ class BlockProposer:
         if self.confidence is None:
             return None
         given = torch.stack(embeddings, dim=1) if embeddings else None
-        return self.confidence.logits(hidden, given)
+        logits = self.confidence.logits(hidden, given).float()
+        return logits + self.shifts[: logits.shape[1]]

@@ -71,7 +71,7 @@ class TreeProposer(BlockProposer):
                 biased = biased + bias[..., : biased.shape[-1]]
             confidence = None
             if self.confidence is not None:
-                said = self.confidence.logits(here, embedding).float()
+                said = self.confidence.logits(here, embedding).float() + self.shifts[slot]
                 confidence = (said / self.temperatures[slot]).sigmoid()
             parents = growing.grow(biased, confidence)
             if not growing.alive:
