@@ -20,15 +20,19 @@ from dspark_train.calibration.sts import fit_temperatures, prefix_confidence
 STEEP = 4.0
 # a shift beyond makes all certain
 LARGEST = 20.0
-
-
 # decided rounds of a slot whose own shift weighs as much as that of all slots
 PRIOR = 200
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Confidence of proposal k is `σ((logit + shift + slot_shifts[k]) / temperatures[k])`."""
+    """Confidence of proposal k is `σ((logit + shifts[k]) / temperatures[k])`.
+
+    Attributes:
+        shift: what all slots share.
+        slot_shifts: `[P]` what each differs by.
+        temperatures: `[P]`.
+    """
 
     shift: float
     slot_shifts: torch.Tensor
@@ -56,9 +60,14 @@ class Scaling:
             slots[k] = count / (count + PRIOR) * (fit_shift(*own, default=shift) - shift)
         return cls(shift, slots, fit_temperatures(logits + shift + slots, accepted, known))
 
+    @property
+    def shifts(self) -> torch.Tensor:
+        """What is added to the logits of each slot, `[P]`."""
+        return self.shift + self.slot_shifts
+
     def products(self, logits: torch.Tensor) -> torch.Tensor:
         """Probability `[N, P]` that a proposal and all before it are accepted."""
-        return prefix_confidence(logits + self.shift + self.slot_shifts, self.temperatures)
+        return prefix_confidence(logits + self.shifts, self.temperatures)
 
 
 def fit_shift(

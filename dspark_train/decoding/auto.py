@@ -4,7 +4,7 @@ A pass whose requests read different numbers of tokens takes longer than one of 
 requests read equally many (`CostTable.uneven`). Where confidences tell much, choosing by them
 (`Ragged`) is worth it; else one width for all is better, and what no request would have verified is
 not drafted. Which of the two decides about a round rests on rounds that are over: each ragged one
-tells what the best width would have made of the same confidences.
+tells what one width, chosen before it, would have made of the same confidences.
 """
 
 from collections.abc import Hashable, Sequence

@@ -151,7 +151,7 @@ class Scheduled:
             logits[: len(one.confidence)] = torch.tensor(one.confidence)
             self.monitor.observe("served requests", logits, one.accepted, one.known)
             scaling = self.monitor.scaling("served requests")
-            self.shifts[:] = (scaling.shift + scaling.slot_shifts).numpy()
+            self.shifts[:] = scaling.shifts.numpy()
             self.temperatures[:] = scaling.temperatures.numpy()
 
 

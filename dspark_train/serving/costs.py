@@ -76,22 +76,22 @@ class _Bench:
 
     def verify(self, tokens: int, context: int) -> float:
         rows, width = layout(tokens, self.engine.rows, self.slots + 1)
-        return self._round(rows, width - 1)[1]
+        return self._round(rows, Fixed(width - 1))[1]
 
     def draft(self, rows: int, whole: bool) -> float:
-        return self._round(rows, self.slots if whole else 1)[0]
+        return self._round(rows, Fixed(self.slots if whole else 1))[0]
 
     def uneven(self) -> float:
         """How many times as long no drafts and two take, by turns, as one of each."""
         rows = min(self.engine.rows, UNEVEN_ROWS)
         rows -= rows % 2
-        even = self._round(rows, 1)[1]
-        return self._round(rows, [2 * (i % 2) for i in range(rows)])[1] / even
+        even = self._round(rows, Fixed(1))[1]
+        return self._round(rows, _Given([2 * (i % 2) for i in range(rows)]))[1] / even
 
-    def _round(self, rows: int, width: int | list[int]) -> tuple[float, float]:
+    def _round(self, rows: int, scheduler: Fixed) -> tuple[float, float]:
         """Seconds of drafting, and of all else."""
         self.fill(rows)
-        self.engine.scheduler = Fixed(width) if isinstance(width, int) else _Given(width)
+        self.engine.scheduler = scheduler
         seconds = [one.seconds for one in self.engine.step()]
         drafting = sum(s.draft + s.walk for s in seconds)
         return drafting, sum(map(sum, seconds)) - drafting

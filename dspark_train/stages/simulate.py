@@ -40,7 +40,7 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     if scaling is None:
         raise ValueError(f"{calibrate.directory} has no traces: its drafter has no confidence head")
     traces = Traces.load(calibrate.file("traces.safetensors"))
-    traces = traces.shifted(scaling.shift + scaling.slot_shifts)
+    traces = traces.shifted(scaling.shifts)
     temperatures = scaling.temperatures.numpy()
     if s.cost_table:
         costs = CostTable.load(s.cost_table)
