@@ -59,22 +59,23 @@ def sampling_noise(product: torch.Tensor) -> float:
     return sum(float(expected_calibration_error(product, draw)) for draw in draws) / DRAWS
 
 
-def report(fit: Traces, fresh: Traces, scaling: Scaling) -> list[dict[str, Any]]:
+def report(fit: Traces, fresh: Traces, scaling: Scaling, shared: Scaling) -> list[dict[str, Any]]:
     """Per slot, `Scores` on `fresh` before and after scaling, and of the alternatives.
 
     Args:
         fit: rounds that the scaling was fitted on, and the alternatives are.
         fresh: rounds of other conversations.
         scaling: of P proposals.
+        shared: the same without shifts of single slots.
 
     Returns:
-        One entry a slot: `slot`, `temperature`, and `before`, `after`, `sts` (temperatures without
-        a shift, as published), `isotonic`, `platt` as dictionaries of scores; without scores where
-        one of the halves never reached the slot.
+        One entry a slot: `slot`, `temperature`, and `before`, `after`, `shared`, `sts`
+        (temperatures without a shift, as published), `isotonic`, `platt` as dictionaries of scores;
+        without scores where one of the halves never reached the slot.
     """
     none = Scaling.none(len(scaling.temperatures))
     published = Scaling.of(fit_temperatures(fit.logits, fit.accepted, fit.known))
-    ways = {"before": none, "after": scaling, "sts": published}
+    ways = {"before": none, "after": scaling, "shared": shared, "sts": published}
     found = {name: way.products(fresh.logits) for name, way in ways.items()}
     raw_fit, entries = none.products(fit.logits), []
     for k, temperature in enumerate(scaling.temperatures.tolist()):

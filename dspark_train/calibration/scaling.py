@@ -60,6 +60,16 @@ class Scaling:
             slots[k] = count / (count + PRIOR) * (fit_shift(*own, default=shift) - shift)
         return cls(shift, slots, fit_temperatures(logits + shift + slots, accepted, known))
 
+    def without_slots(
+        self, logits: torch.Tensor, accepted: torch.Tensor, known: torch.Tensor
+    ) -> "Scaling":
+        """The shared shift, and the temperatures behind it alone; arguments as for `fit`.
+
+        It is for decoders that divide by temperatures but add no shifts.
+        """
+        temperatures = fit_temperatures(logits + self.shift, accepted, known)
+        return Scaling(self.shift, torch.zeros_like(self.slot_shifts), temperatures)
+
     @property
     def shifts(self) -> torch.Tensor:
         """What is added to the logits of each slot, `[P]`."""

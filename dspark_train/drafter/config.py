@@ -1,5 +1,6 @@
 """Everything that determines the shape and the conventions of a drafter."""
 
+import math
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -10,6 +11,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 MARKOV_HEADS = ("vanilla", "gated", "rnn", "selector")
 WINDOW_FROM = ("slot", "anchor")
 CAUSAL_BLOCKS = ("none", "sliding", "all")
+# numbers per proposal, and whether they are divided by
+CALIBRATION = {
+    "confidence_temperatures": True,
+    "unshifted_temperatures": True,
+    "confidence_shifts": False,
+}
 
 
 class DrafterConfig(PreTrainedConfig):
@@ -29,7 +36,7 @@ class DrafterConfig(PreTrainedConfig):
     `value_norm` without weights, an `attention_scale` of 1 (None: 1/sqrt(head_dim)), and values
     that are the projected keys (`keys_are_values`).
     `confidence_shifts` are added to the confidence logits of each proposal, which are then divided
-    by `confidence_temperatures`.
+    by `confidence_temperatures`; decoders that add no shifts divide by `unshifted_temperatures`.
     `target` identifies the target the drafter was trained for.
 
     Raises:
@@ -65,6 +72,7 @@ class DrafterConfig(PreTrainedConfig):
     confidence_head_with_markov: bool = True
     confidence_temperatures: list | None = None
     confidence_shifts: list | None = None
+    unshifted_temperatures: list | None = None
     target: dict | None = None
     conv_kernel_size: int | None = None
     conv_group_size: int = 16
@@ -117,6 +125,12 @@ class DrafterConfig(PreTrainedConfig):
     def draft_vocabulary(self) -> int:
         """Tokens that can be drafted."""
         return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def temperatures_elsewhere(self) -> list | None:
+        """Temperatures of the confidence for decoders that do not add `confidence_shifts`."""
+        shifted = any(self.confidence_shifts or [])
+        return self.unshifted_temperatures if shifted else self.confidence_temperatures
 
     def _problems(self) -> list[str]:
         problems = []
@@ -175,19 +189,24 @@ class DrafterConfig(PreTrainedConfig):
                 f"target_layer_ids={taps} must be sorted, distinct, at least 0 and before the last "
                 f"layer{last} of the target"
             )
-        if self.confidence_temperatures is not None and (
-            len(self.confidence_temperatures) != proposals or min(self.confidence_temperatures) <= 0
-        ):
-            problems.append(
-                f"confidence_temperatures={self.confidence_temperatures}, expected {proposals} "
-                "positive numbers, one per proposal"
-            )
-        if self.confidence_shifts is not None and len(self.confidence_shifts) != proposals:
-            problems.append(
-                f"confidence_shifts={self.confidence_shifts}, expected {proposals} numbers, one "
-                "per proposal"
-            )
+        for key, positive in CALIBRATION.items():
+            numbers = getattr(self, key)
+            if numbers is not None and not _per_proposal(numbers, proposals, positive):
+                problems.append(
+                    f"{key}={numbers!r}, expected {proposals} {'positive ' * positive}numbers, one "
+                    "per proposal"
+                )
         return problems
+
+
+def _per_proposal(numbers: Any, proposals: int, positive: bool) -> bool:
+    """Whether these are finite numbers, one for each proposal."""
+    return (
+        isinstance(numbers, list | tuple)
+        and len(numbers) == proposals
+        and all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
+        and (not positive or min(numbers) > 0)
+    )
 
 
 def window_problems(

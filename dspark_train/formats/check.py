@@ -15,6 +15,7 @@ UNSAID = {
     "num_target_layers",
     "confidence_temperatures",
     "confidence_shifts",
+    "unshifted_temperatures",
     "confidence_head_with_markov",
     "enable_confidence_head",
     "is_causal",

@@ -208,6 +208,11 @@ def what_is_left_out(name: str, config: DrafterConfig) -> list[str]:
     elif config.confidence_shifts and any(config.confidence_shifts):
         notes.append(
             f"{name} has no place for what the confidences of single slots are shifted by "
-            "(confidence_shifts): it gets the shift that all share, and the temperatures"
+            "(confidence_shifts): it gets the shift that all share, and "
+            + (
+                "temperatures that were fitted without those of single slots"
+                if config.temperatures_elsewhere
+                else "no temperatures, which were fitted with those of single slots"
+            )
         )
     return notes

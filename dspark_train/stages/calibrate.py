@@ -66,16 +66,20 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
             "fewer than 2 conversations: raise "
             f"calibrate.max_new_tokens={c.max_new_tokens} or calibrate.prompts={c.prompts}"
         )
+    require_finite(traces)
     writer.write("traces.safetensors", traces.save)
     fit, fresh = traces.halves()
     scaling = Scaling.fit(fit.logits, fit.accepted, fit.known)
-    slots = report(fit, fresh, scaling)
+    shared = scaling.without_slots(fit.logits, fit.accepted, fit.known)
+    slots = report(fit, fresh, scaling, shared)
     facts = {
         "shift": round(scaling.shift, 4),
         "slot_shifts": [round(s, 4) for s in scaling.slot_shifts.tolist()],
         "temperatures": [round(t, 4) for t in scaling.temperatures.tolist()],
-        "ece_before": [slot["before"]["ece"] for slot in slots if "before" in slot],
-        "ece_after": [slot["after"]["ece"] for slot in slots if "after" in slot],
+        "unshifted_temperatures": [round(t, 4) for t in shared.temperatures.tolist()],
+        "ece_before": errors(slots, "before"),
+        "ece_after": errors(slots, "after"),
+        "ece_unshifted": errors(slots, "shared"),
         "rounds": {"fit": len(fit), "report": len(fresh)},
         "domains": domains(traces),
         "slots": slots,
@@ -90,6 +94,26 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
         line=f"{len(traces):,} rounds, calibration error {100 * before:.1f} % -> "
         f"{100 * after:.1f} % (mean over slots, on the half that was not fitted)",
     )
+
+
+def errors(slots: list[dict[str, Any]], way: str) -> list[float]:
+    """Calibration errors of a way of scaling, of the slots that both halves reached."""
+    return [slot[way]["ece"] for slot in slots if way in slot]
+
+
+def require_finite(traces: Traces) -> None:
+    """Refuse what no calibration can be fitted on.
+
+    Raises:
+        ValueError: with how many confidence logits are not numbers.
+    """
+    broken = ~traces.logits.isfinite()
+    if broken.any():
+        raise ValueError(
+            f"{int(broken.sum())} confidence logits in {int(broken.any(1).sum())} of "
+            f"{len(traces)} rounds are not finite: the confidence head is broken, train it again "
+            "(force=[train], or force=[heads] with schedule=staged)"
+        )
 
 
 def scaling_of(calibrate: Artifact) -> Scaling | None:

@@ -61,7 +61,8 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     calibration = {
         "dataset": config.prompts.source,
         "num_samples": inputs["calibrate"].counts.get("rounds", 0),
-        **{k: inputs["calibrate"].facts.get(k) for k in ("ece_before", "ece_after")},
+        "ece_before": inputs["calibrate"].facts.get("ece_before"),
+        "ece_after": inputs["calibrate"].facts.get("ece_unshifted"),
     }
     for name in formats:
         place = folder_of(name)
@@ -106,6 +107,7 @@ def calibrate(drafter: Drafter, fitted: Artifact) -> None:
     drafter.confidence_head.proj.bias += scaling.shift
     drafter.config.confidence_shifts = fitted.facts.get("slot_shifts")
     drafter.config.confidence_temperatures = fitted.facts["temperatures"]
+    drafter.config.unshifted_temperatures = fitted.facts.get("unshifted_temperatures")
 
 
 def folder_of(name: str) -> str:

@@ -36,24 +36,27 @@ def test_scaling_brings_every_slot_to_one_percent_on_fresh_rounds() -> None:
     """5,000 rounds to report on; the first slot is ranked as before, no other worse."""
     traces = planted_traces([2.5, 2.0, 0.6], 10_000)
     fit, fresh = traces.halves()
-    scaling = Scaling.fit(fit.logits, fit.accepted, fit.known)
-    for entry in report(fit, fresh, scaling):
+    rounds = (fit.logits, fit.accepted, fit.known)
+    scaling = Scaling.fit(*rounds)
+    entries = report(fit, fresh, scaling, scaling.without_slots(*rounds))
+    for entry in entries:
         before, after = entry["before"], entry["after"]
         assert before["ece"] > 0.03
         assert after["ece"] < 0.01 + after["noise"]
         assert abs(after["predicted"] - after["observed"]) < 0.02
         assert after["auc"] >= before["auc"] - (entry["slot"] > 0) * 0.005
         assert after["brier"] < before["brier"]
+        assert entry["shared"]["ece"] < 0.01 + entry["shared"]["noise"]
         assert entry["isotonic"]["ece"] < before["ece"]
         assert entry["platt"]["ece"] < before["ece"]
-    assert [e["slot"] for e in report(fit, fresh, scaling)] == [0, 1, 2]
+    assert [e["slot"] for e in entries] == [0, 1, 2]
 
 
 def test_a_slot_nobody_reached_has_no_scores() -> None:
     traces = planted_traces([1.0, 1.0], 50)
     traces.known[:] = 1
     traces.accepted.clamp_(max=1)
-    entries = report(*traces.halves(), Scaling.none(2))
+    entries = report(*traces.halves(), Scaling.none(2), Scaling.none(2))
     assert "after" in entries[0]
     assert "after" not in entries[1]
     reliability_figure(traces, Scaling.none(2))

@@ -52,6 +52,11 @@ def test_each_slot_has_a_shift_of_its_own() -> None:
     fitted = Scaling.fit(told.logits, told.accepted, told.known)
     assert fitted.shift + fitted.slot_shifts == pytest.approx(-wrong.double(), abs=0.07)
     assert fitted.temperatures.tolist() == pytest.approx([1.0] * 3, rel=0.15)
+    shared = fitted.without_slots(told.logits, told.accepted, told.known)
+    assert shared.shifts.tolist() == [fitted.shift] * 3
+    assert torch.equal(
+        shared.temperatures, fit_temperatures(told.logits + fitted.shift, told.accepted, told.known)
+    )
     few = told.where(torch.arange(len(told)) < 60)
     fitted = Scaling.fit(few.logits, few.accepted, few.known)
     assert fitted.slot_shifts.abs().max() < 0.25

@@ -91,7 +91,15 @@ def test_tensor_names_are_those_of_the_ecosystem() -> None:
         ({"layer_types": ["full_attention"] * 2, "sliding_window": 9}, "sliding_window=9"),
         ({"layer_types": ["full_attention"]}, r"layer_types=\['full_attention'\], expected"),
         ({"confidence_shifts": [0.1]}, r"confidence_shifts=\[0.1\], expected 7 numbers"),
+        ({"confidence_shifts": 0.1}, r"confidence_shifts=0.1, expected 7 numbers"),
+        ({"confidence_shifts": ["0"] * 7}, r"confidence_shifts=\['0'.*, expected 7 numbers"),
+        ({"confidence_shifts": [[0.0]] * 7}, r"confidence_shifts=\[\[0.0\].*, expected 7 numbers"),
+        ({"confidence_shifts": [None] * 7}, r"confidence_shifts=\[None.*, expected 7 numbers"),
+        ({"confidence_shifts": [float("inf")] * 7}, r"confidence_shifts=\[inf.*, expected 7"),
         ({"confidence_temperatures": [1.0]}, r"confidence_temperatures=\[1.0\]"),
+        ({"confidence_temperatures": [0.0] * 7}, r"confidence_temperatures=\[0.0.*7 positive num"),
+        ({"confidence_temperatures": [float("nan")] * 7}, r"confidence_temperatures=\[nan"),
+        ({"unshifted_temperatures": [-1.0] * 7}, r"unshifted_temperatures=\[-1.0.*7 positive num"),
     ],
 )
 def test_contradictions_are_refused_by_name(settings: dict, named: str) -> None:

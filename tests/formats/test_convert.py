@@ -135,7 +135,10 @@ def test_the_stage_export_writes_and_checks_every_format(
     )
     assert len(told["temperatures"]) == trained["block_size"]
     assert told["num_samples"] > 0
-    assert told["ece_after"]
+    calibrated = Artifact.open(tmp_path / "run/calibrate").facts
+    assert told["temperatures"] == calibrated["unshifted_temperatures"]
+    assert told["temperatures"] != calibrated["temperatures"]
+    assert told["ece_after"] == calibrated["ece_unshifted"]
 
 
 def test_the_check_leaves_the_drafter_in_the_dtype_that_is_written(

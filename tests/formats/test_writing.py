@@ -261,6 +261,16 @@ def test_trap_confidence(tmp_path: Path) -> None:
     drafter.config.confidence_shifts = [0.1, 0.0, 0.0, 0.0, -0.1]
     (note,) = what_is_left_out("sglang", drafter.config)
     assert "confidence_shifts" in note
+    assert "no temperatures" in note
+    write(tmp_path / "without", "sglang", drafter)
+    assert not (tmp_path / "without" / TEMPERATURES).exists()
+    assert TEMPERATURES not in card("sglang", drafter.config, Story())
+    drafter.config.unshifted_temperatures = [0.9, 1.0, 1.0, 1.0, 1.0]
+    write(tmp_path / "unshifted", "sglang", drafter)
+    told = json.loads((tmp_path / "unshifted" / TEMPERATURES).read_text())
+    assert told == {"temperatures": drafter.config.unshifted_temperatures}
+    (note,) = what_is_left_out("sglang", drafter.config)
+    assert "no temperatures" not in note
     for name in ("vllm", "speculators", "deepspec"):
         (note,) = what_is_left_out(name, drafter.config)
         assert "temperatures" in note

@@ -9,6 +9,7 @@ import torch
 from dspark_train.artifacts import Artifact
 from dspark_train.calibration.traces import Traces
 from dspark_train.drafter import load_drafter
+from dspark_train.stages.calibrate import require_finite
 from tests.tiny_pipeline import Run, refused
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "confidence.ipynb"
@@ -29,7 +30,7 @@ def test_traces_and_report(finished_run: Path) -> None:
     assert artifact.file("reliability.png").read_bytes().startswith(b"\x89PNG")
     first = facts["slots"][0]
     assert first["after"]["rounds"] <= facts["rounds"]["report"]
-    assert {"before", "after", "sts", "isotonic", "platt"} <= set(first)
+    assert {"before", "after", "shared", "sts", "isotonic", "platt"} <= set(first)
     assert first["temperature"] == pytest.approx(facts["temperatures"][0], abs=1e-4)
 
 
@@ -47,6 +48,16 @@ def test_the_shift_is_in_the_exported_head(finished_run: Path) -> None:
     config = load_drafter(folders[1]).config
     assert config.confidence_shifts == facts["slot_shifts"]
     assert config.confidence_temperatures == facts["temperatures"]
+    assert config.unshifted_temperatures == facts["unshifted_temperatures"]
+
+
+def test_confidences_that_are_no_numbers_are_refused(finished_run: Path) -> None:
+    traces = Traces.load(finished_run / "calibrate" / "traces.safetensors")
+    require_finite(traces)
+    traces.logits[3, 0] = float("nan")
+    traces.logits[4, :2] = float("inf")
+    with pytest.raises(ValueError, match=r"3 confidence logits in 2 of .* force="):
+        require_finite(traces)
 
 
 def test_overlap_is_the_rate_of_acceptance(finished_run: Path) -> None:
