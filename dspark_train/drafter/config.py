@@ -1,6 +1,5 @@
 """Everything that determines the shape and the conventions of a drafter."""
 
-import math
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -11,6 +10,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 MARKOV_HEADS = ("vanilla", "gated", "rnn", "selector")
 WINDOW_FROM = ("slot", "anchor")
 CAUSAL_BLOCKS = ("none", "sliding", "all")
+# what float32 holds, with room to spare
+LARGEST = 1e30
 # numbers per proposal, and whether they are divided by
 CALIBRATION = {
     "confidence_temperatures": True,
@@ -204,7 +205,7 @@ def _per_proposal(numbers: Any, proposals: int, positive: bool) -> bool:
     return (
         isinstance(numbers, list | tuple)
         and len(numbers) == proposals
-        and all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
+        and all(type(n) in (int, float) and abs(n) < LARGEST for n in numbers)
         and (not positive or min(numbers) > 0)
     )
 

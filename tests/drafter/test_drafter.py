@@ -96,6 +96,8 @@ def test_tensor_names_are_those_of_the_ecosystem() -> None:
         ({"confidence_shifts": [[0.0]] * 7}, r"confidence_shifts=\[\[0.0\].*, expected 7 numbers"),
         ({"confidence_shifts": [None] * 7}, r"confidence_shifts=\[None.*, expected 7 numbers"),
         ({"confidence_shifts": [float("inf")] * 7}, r"confidence_shifts=\[inf.*, expected 7"),
+        ({"confidence_shifts": [10**400] * 7}, "confidence_shifts=.*, expected 7 numbers"),
+        ({"confidence_shifts": [True] * 7}, "confidence_shifts=.*, expected 7 numbers"),
         ({"confidence_temperatures": [1.0]}, r"confidence_temperatures=\[1.0\]"),
         ({"confidence_temperatures": [0.0] * 7}, r"confidence_temperatures=\[0.0.*7 positive num"),
         ({"confidence_temperatures": [float("nan")] * 7}, r"confidence_temperatures=\[nan"),
