@@ -58,11 +58,13 @@ def run(config: Config, writer: ArtifactWriter, inputs: Mapping[str, Artifact]) 
     require_same_target(target, rollout.facts["target"], str(rollout.directory))
     prompt = split_prompts(rollout, "held_out", 1)[0]["prompt"]
     story = tell(config, inputs, drafted)
+    fitted = inputs["calibrate"].facts
     calibration = {
         "dataset": config.prompts.source,
         "num_samples": inputs["calibrate"].counts.get("rounds", 0),
-        "ece_before": inputs["calibrate"].facts.get("ece_before"),
-        "ece_after": inputs["calibrate"].facts.get("ece_unshifted"),
+        "ece_before": fitted.get("ece_before"),
+        # older runs have temperatures alone
+        "ece_after": fitted.get("ece_unshifted", fitted.get("ece_after")),
     }
     for name in formats:
         place = folder_of(name)
