@@ -158,7 +158,7 @@ def _sglang(config: DrafterConfig, target: str) -> list[str]:
     ]
     if kind == "dspark":
         lines.append(f"--speculative-dspark-block-size {config.block_size}")
-        if config.temperatures_elsewhere and DESTINATIONS["sglang"].carries_temperatures(config):
+        if DESTINATIONS["sglang"].temperatures_of(config):
             lines.append(f"--speculative-dspark-confidence-sts-path THIS_FOLDER/{TEMPERATURES}")
     else:
         lines.append(f"--speculative-num-draft-tokens {config.block_size}")

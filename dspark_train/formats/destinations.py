@@ -58,9 +58,13 @@ class Destination:
         """Whether the target's embedding and LM head belong into a checkpoint of that layout."""
         return self.ships_target or layout.family == GEMMA4
 
-    def carries_temperatures(self, config: DrafterConfig) -> bool:
-        """Whether the calibration of a drafter's confidence arrives: one number for every slot."""
-        return self.temperatures and config.enable_confidence_head and config.sample_from_anchor
+    def temperatures_of(self, config: DrafterConfig) -> list | None:
+        """The temperatures of a drafter's confidence that arrive, None where none do.
+
+        There must be one for every slot, fitted without shifts of single slots.
+        """
+        carries = self.temperatures and config.enable_confidence_head and config.sample_from_anchor
+        return config.temperatures_elsewhere if carries else None
 
 
 _PLAIN = {"dspark": DSPARK, "dflash": DFLASH, "dflash2": DFLASH2}
@@ -196,23 +200,25 @@ def what_is_left_out(name: str, config: DrafterConfig) -> list[str]:
     """What does not change the drafts but is lost at a destination, and what to do about it."""
     if name == NATIVE:
         return []
-    destination, notes = DESTINATIONS[name], []
+    destination = DESTINATIONS[name]
     if config.enable_confidence_head and kind_of(config) != "dspark":
-        notes.append(f"{name} has no confidence head for this kind of drafter: it is left out")
-    elif config.confidence_temperatures and not destination.carries_temperatures(config):
-        notes.append(
-            f"{name} has no place for this drafter's confidence temperatures: its confidences "
-            "will be uncalibrated; do not let it choose verify lengths by them, or serve with our "
-            "decoder (or sglang, where every slot proposes)"
-        )
-    elif config.confidence_shifts and any(config.confidence_shifts):
-        notes.append(
+        return [f"{name} has no confidence head for this kind of drafter: it is left out"]
+    shifted = any(config.confidence_shifts or [])
+    arrives = destination.temperatures_of(config)
+    if config.confidence_temperatures and not arrives:
+        takes = shifted and destination.temperatures
+        fitted = ", which were fitted with confidence_shifts," if takes else ""
+        sglang = " or sglang" if DESTINATIONS["sglang"].temperatures_of(config) else ""
+        return [
+            f"{name} has no place for this drafter's confidence temperatures{fitted}: its "
+            "confidences will be uncalibrated; do not let it choose verify lengths by them, or "
+            f"serve with our decoder{sglang}"
+        ]
+    if shifted:
+        temperatures = ", and temperatures that were fitted without those of single slots"
+        return [
             f"{name} has no place for what the confidences of single slots are shifted by "
-            "(confidence_shifts): it gets the shift that all share, and "
-            + (
-                "temperatures that were fitted without those of single slots"
-                if config.temperatures_elsewhere
-                else "no temperatures, which were fitted with those of single slots"
-            )
-        )
-    return notes
+            "(confidence_shifts): it gets the shift that all share"
+            + (temperatures if arrives else "")
+        ]
+    return []

@@ -53,8 +53,8 @@ def write(
         drafter: in the dtype that is written.
         head: the target's, for what must ship rows of it.
         architectures: of the target, for speculators.
-        calibration: `dataset`, `num_samples`, `ece_before`, `ece_after` of what the
-            destination does with the temperatures.
+        calibration: `dataset`, `num_samples`, `ece_before` (of the head as trained),
+            `ece_after` (of what the destination does with the temperatures).
 
     Raises:
         ValueError: the destination cannot carry this drafter; the message says what to do.
@@ -69,8 +69,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     _write_json(folder / CONFIG, content)
-    temperatures = drafter.config.temperatures_elsewhere
-    if temperatures and destination.carries_temperatures(drafter.config):
+    if temperatures := destination.temperatures_of(drafter.config):
         _write_json(folder / TEMPERATURES, {"temperatures": temperatures, **(calibration or {})})
 
 

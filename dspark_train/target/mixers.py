@@ -27,6 +27,8 @@ from transformers.cache_utils import (
 
 _POSITIONS = (DynamicLayer, DynamicSlidingWindowLayer)
 _STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+# how the code of a mixer reaches its state: itself, or (transformers 5.25) by a function
+_STATE_CALLS = (".update_conv_state(", "causal_conv1d_forward(")
 _CACHE_KEYWORDS = ("cache", "cache_params", "past_key_values", "past_key_value")
 
 
@@ -107,7 +109,7 @@ def find_mixers(
 def _is_mixer(kind: type[nn.Module]) -> bool:
     # a module that writes keys and values too could not be run again for its state alone
     source = inspect.getsource(kind)
-    return ".update_conv_state(" in source and "cache.update(" not in source
+    return any(call in source for call in _STATE_CALLS) and "cache.update(" not in source
 
 
 @contextlib.contextmanager

@@ -260,8 +260,9 @@ def test_trap_confidence(tmp_path: Path) -> None:
     assert what_is_left_out("sglang", drafter.config) == []
     drafter.config.confidence_shifts = [0.1, 0.0, 0.0, 0.0, -0.1]
     (note,) = what_is_left_out("sglang", drafter.config)
-    assert "confidence_shifts" in note
-    assert "no temperatures" in note
+    assert "no place for this drafter's confidence temperatures, which were fitted with" in note
+    (note,) = what_is_left_out("vllm", drafter.config)
+    assert "sglang" not in note
     write(tmp_path / "without", "sglang", drafter)
     assert not (tmp_path / "without" / TEMPERATURES).exists()
     assert TEMPERATURES not in card("sglang", drafter.config, Story())
@@ -270,12 +271,17 @@ def test_trap_confidence(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "unshifted" / TEMPERATURES).read_text())
     assert told == {"temperatures": drafter.config.unshifted_temperatures}
     (note,) = what_is_left_out("sglang", drafter.config)
-    assert "no temperatures" not in note
+    assert "and temperatures that were fitted without" in note
     for name in ("vllm", "speculators", "deepspec"):
         (note,) = what_is_left_out(name, drafter.config)
         assert "temperatures" in note
-        assert "our decoder" in note
+        assert "our decoder or sglang" in note
         assert note in card(name, drafter.config, Story())
+    drafter.config.confidence_temperatures = drafter.config.unshifted_temperatures = None
+    for name in ("sglang", "vllm"):  # shifts alone
+        (note,) = what_is_left_out(name, drafter.config)
+        assert "confidence_shifts" in note
+        assert "temperatures" not in note
     for _, _, fields in every_export(tmp_path):
         if "markov_rank" in fields:
             assert fields["confidence_head_with_markov"] is True
