@@ -46,7 +46,7 @@ class Auto:
         self.equal = np.minimum(limits, width)
         count, gain = self.compared.get(requests.bit_length(), (0, 0.0))
         self.even = requests > 1 and count >= ENOUGH and gain < 0 and self.turn % LOOK > 0
-        self.asked = self.equal if self.even else self.ragged.draft_lengths(waiting)
+        self.asked = self.equal if self.even else self.ragged.drafted(waiting, self.survival)
         # until something is drafted
         self.lengths = np.zeros(requests, dtype=np.int64)
         self.drafts = Drafts(None, self.lengths)

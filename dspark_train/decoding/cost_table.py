@@ -124,7 +124,7 @@ class CostTable:
 
     def block_seconds(self, requests: int, drafts: np.ndarray, slots: int) -> np.ndarray:
         """Seconds of drafting 1 … `slots` tokens, `drafts`, for each of some requests."""
-        one, whole = (self.drafting_seconds(requests, share)[requests] for share in (0.0, 1.0))
+        one, whole = (_extended(kind, requests)[requests] for kind in self._drafting)
         return one + (np.asarray(drafts) - 1) / max(slots - 1, 1) * (whole - one)
 
     def steps_per_second(self, upto: int, context: float = 0.0, drafting: int = 0) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from dspark_train.decoding.cost_table import CostTable
-from dspark_train.decoding.survival import committed, cumulative
+from dspark_train.decoding.survival import committed, cumulative, ranked
 
 # what a round counts after one more; a request without drafts drifts back to the mean of all, which
 # drifts back to hope, so that drafts are tried again after some hundreds of rounds
@@ -35,7 +35,7 @@ class Difficulty:
         self.start = np.tile([[1.0], [0.9]], (1, slots))
         self.all = self.start
         self.ids: list[Hashable] = []
-        self.counts = np.zeros((0, 2, slots))
+        self.counts = np.zeros((0, 2, slots), dtype=np.float32)
 
     def price(self, costs: CostTable) -> None:
         """From now on these are the costs."""
@@ -44,25 +44,26 @@ class Difficulty:
     def survival(self, ids: Sequence[Hashable]) -> np.ndarray:
         """Expected survivals, float32 `[R, K]`."""
         counts = self._counts(ids)
-        mean = self.all[1] / self.all[0]
-        acceptance = (counts[:, 1] + PRIOR * mean) / (counts[:, 0] + PRIOR)
-        return cumulative(acceptance.astype(np.float32))
+        hope = (PRIOR * self.all[1] / self.all[0]).astype(np.float32)
+        return cumulative((counts[:, 1] + hope) / (counts[:, 0] + PRIOR))
 
     def draft_lengths(
-        self, ids: Sequence[Hashable], limits: np.ndarray, context: float = 0.0
+        self, expected: np.ndarray, limits: np.ndarray, context: float = 0.0
     ) -> np.ndarray:
         """How many tokens each request should draft, `[R]`, none above `limits`.
 
         The best of all Θ = (R + Σ a) / (seconds to verify + seconds to draft) says which survival
         is the last one worth its place; what is less than half as likely is not drafted. Slots
         beyond a limit count here, which only matters in the last rounds of a request.
+
+        Args:
+            expected: `survival` of these requests.
         """
-        requests = len(ids)
-        expected = self.survival(ids)
-        order = (-expected.ravel()).argsort()
-        ranking = expected.ravel()[order]
+        requests = len(expected)
+        ranking = ranked(expected)
         # a request drafts once its first slot is among those admitted
-        drafting = (order % self.slots == 0).cumsum()
+        first = np.sort(expected[:, 0])
+        drafting = requests - first.searchsorted(ranking)
         seconds = self.costs.verify_seconds(requests + len(ranking), context)[requests:].copy()
         seconds[1:] += self.costs.drafting_seconds(requests)[drafting]
         best = int((committed(ranking, requests) / seconds).argmax())
@@ -85,5 +86,5 @@ class Difficulty:
         if list(ids) == self.ids:
             return self.counts
         place = {name: i for i, name in enumerate(self.ids)}
-        known = np.concatenate((self.counts, np.zeros((1, 2, self.slots))))
+        known = np.concatenate((self.counts, np.zeros((1, 2, self.slots), dtype=np.float32)))
         return known[[place.get(name, -1) for name in ids]]

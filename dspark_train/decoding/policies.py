@@ -213,11 +213,12 @@ class Ragged:
         self.difficulty = Difficulty(costs, len(temperatures))
 
     def draft_lengths(self, waiting: Waiting) -> np.ndarray:
-        requests = len(waiting.ids)
-        self.difficulty.price(self.hull(requests))
-        return self.difficulty.draft_lengths(
-            waiting.ids, np.asarray(waiting.limits), waiting.context
-        )
+        return self.drafted(waiting, self.difficulty.survival(waiting.ids))
+
+    def drafted(self, waiting: Waiting, expected: np.ndarray) -> np.ndarray:
+        """Draft lengths `[R]` for expected survivals `[R, K]`."""
+        self.difficulty.price(self.hull(len(expected)))
+        return self.difficulty.draft_lengths(expected, np.asarray(waiting.limits), waiting.context)
 
     def verify_lengths(self, drafts: Drafts) -> np.ndarray:
         if drafts.confidence is None:
