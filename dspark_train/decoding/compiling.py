@@ -7,6 +7,7 @@ are the same piece many times, so that compiling a shape takes seconds.
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PIECE = "piece"
+_BORDER: ContextVar[Callable[[], None] | None] = ContextVar("border", default=None)
 # compiled pieces by what they do, and to tensors of which shape; they hold no weights
 _COMPILED: dict[str, Callable[..., Any]] = {}
 # make_fx changes torch for as long as it traces
@@ -60,6 +62,12 @@ class NoHostMethods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def cut() -> None:
+    """A new piece begins here, if work is being traced: what is done again and again is one."""
+    if (border := _BORDER.get()) is not None:
+        border()
+
+
 def compiled(work: Callable[[], Any], layers: Sequence[nn.Module]) -> Callable[[], Any]:
     """`work`, which is run once here to trace it, without its Python from then on.
 
@@ -99,8 +107,12 @@ def _trace(work: Callable[[], Any], layers: Sequence[nn.Module]) -> fx.GraphModu
     def watched() -> Any:
         nonlocal own
         own = get_proxy_mode()
-        with NoHostReads(), NoHostMethods():
-            return work()
+        token = _BORDER.set(border)
+        try:
+            with NoHostReads(), NoHostMethods():
+                return work()
+        finally:
+            _BORDER.reset(token)
 
     hooks = [layer.register_forward_pre_hook(border) for layer in layers]
     hooks += [layer.register_forward_hook(border) for layer in layers[-1:]]

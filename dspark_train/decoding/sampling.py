@@ -111,6 +111,11 @@ class SamplingSettings:
         return self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p
 
     @property
+    def filtered(self) -> bool:
+        """Whether anything but the temperature shapes the distribution."""
+        return self.filters[1:] != SamplingSettings().filters[1:]
+
+    @property
     def named_ids(self) -> set[int]:
         """All token ids that the settings name."""
         words = (token for word in self.bad_words for token in word)
@@ -213,25 +218,37 @@ def draw_rows(probs: torch.Tensor, uniforms: Sequence[float] | torch.Tensor) -> 
     Raises:
         ValueError: a row without mass, or with NaN or infinity.
     """
+    drawn, total = drawn_rows(probs, torch.as_tensor(uniforms, dtype=torch.float64))
+    if not bool(has_mass(total).all()):
+        raise ValueError(
+            f"cannot draw from rows whose mass is {total.tolist()}: expected positive finite sums; "
+            "the logits hold NaN or infinity, or a filter removed every token"
+        )
+    return drawn
+
+
+def drawn_rows(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `draw_rows`, and the mass `[n]` of each row; without `has_mass` its id means nothing."""
     n, V = probs.shape
-    uniforms = torch.as_tensor(uniforms, dtype=torch.float64)
     if V % _CHUNK:
         probs = torch.nn.functional.pad(probs, (0, -V % _CHUNK))
     chunks = probs.view(n, -1, _CHUNK)
     # two levels: the long sum runs over chunks, the exact place is sought inside one of them
     cumulative = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
     total = cumulative[:, -1]
-    if not bool(((total > 0) & (total < float("inf"))).all()):
-        raise ValueError(
-            f"cannot draw from rows whose mass is {total.tolist()}: expected positive finite sums; "
-            "the logits hold NaN or infinity, or a filter removed every token"
-        )
     target = _below(uniforms.to(total) * total, total)[:, None]
-    chunk = (cumulative <= target).sum(-1, keepdim=True)
+    # a row without mass has no such place, and some place must be read
+    chunk = (cumulative <= target).sum(-1, keepdim=True).clamp_(max=chunks.shape[1] - 1)
     before = torch.nn.functional.pad(cumulative, (1, 0)).gather(-1, chunk)
     inside = chunks.gather(1, chunk[..., None].expand(-1, -1, _CHUNK))[:, 0].double().cumsum(-1)
     rest = _below(target - before, inside[:, -1:])
-    return chunk[:, 0] * _CHUNK + (inside <= rest).sum(-1)
+    drawn = chunk[:, 0] * _CHUNK + (inside <= rest).sum(-1)
+    return drawn.clamp_(max=V - 1), total
+
+
+def has_mass(total: torch.Tensor) -> torch.Tensor:
+    """Whether rows of such sums can be drawn from."""
+    return (total > 0) & (total < float("inf"))
 
 
 def _below(value: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,14 @@ import torch
 
 from dspark_train.decoding.proposers.base import Proposal
 from dspark_train.decoding.request import Request
-from dspark_train.decoding.sampling import SamplingSettings, draw_rows, most_likely, warp_rows
+from dspark_train.decoding.sampling import (
+    SamplingSettings,
+    draw_rows,
+    drawn_rows,
+    has_mass,
+    most_likely,
+    warp_rows,
+)
 
 
 def drafted_with(settings: SamplingSettings) -> SamplingSettings:
@@ -39,6 +46,7 @@ class Drawing:
         self.settings = [sampler or drafted_with(request.settings) for request in requests]
         self.greedy = all(one.greedy for one in self.settings)
         self.processed = any(request.processors for request in requests)
+        self.filtered = self.processed or any(one.filtered for one in self.settings)
         self._chosen: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
 
@@ -59,11 +67,26 @@ class Drawing:
         self._chosen.append(tokens)
         return tokens
 
+    def uniforms(self, slots: int) -> list[list[float]]:
+        """The numbers `[n, slots]` that `next` draws with."""
+        return [[request.proposing(slot) for slot in range(slots)] for request in self.requests]
+
+    def take(self, tokens: torch.Tensor, probs: torch.Tensor | None) -> None:
+        """Have what a `FixedDrawing` drew for the first n of its rows."""
+        count = len(self.requests)
+        self._chosen = list(tokens[:count].unbind(1))
+        self._probs = [] if probs is None else list(probs[:count].unbind(1))
+
     def proposals(
         self, limits: Sequence[int], confidence: torch.Tensor | None = None
     ) -> list[Proposal]:
         """What was drawn, cut to `limits`; `confidence` are logits `[n, P]`."""
         tokens = torch.stack(self._chosen, dim=1).tolist()
+        if any(token < 0 for row in tokens for token in row):
+            raise ValueError(
+                "cannot draw drafts: the drafter's logits hold NaN or infinity; its checkpoint is "
+                "broken, or was made for another target"
+            )
         probs = torch.stack(self._probs, dim=1) if self._probs else None
         if probs is not None and not self.processed:
             probs = over_target(probs, self.draft_ids, self.vocabulary, 0.0)
@@ -86,6 +109,52 @@ class Drawing:
             for i, request in enumerate(self.requests)
         ]
         return allowed_if_any(torch.cat(rows), logits)
+
+
+class FixedDrawing:
+    """Draws as `Drawing` does without processors and filters, and reads nothing on the host.
+
+    Args:
+        draft_ids: of `Drawing`.
+        temperatures: float32 `[n]`, 0 is greedy; None: all are.
+        uniforms: float64 `[n, P]` in [0, 1), for every slot; None with `temperatures` None.
+    """
+
+    def __init__(
+        self,
+        draft_ids: torch.Tensor | None,
+        temperatures: torch.Tensor | None,
+        uniforms: torch.Tensor | None,
+    ) -> None:
+        self.draft_ids, self.temperatures = draft_ids, temperatures
+        self._uniforms = [] if uniforms is None else list(uniforms.unbind(1))
+        self._chosen: list[torch.Tensor] = []
+        self._probs: list[torch.Tensor] = []
+        self._mass: list[torch.Tensor] = []
+
+    def next(self, logits: torch.Tensor) -> torch.Tensor:
+        """As `Drawing.next`."""
+        tokens = most_likely(logits)
+        if self.temperatures is not None:
+            draws = self.temperatures > 0
+            probs = (logits / self.temperatures.where(draws, 1.0)[:, None]).softmax(-1)
+            drawn, mass = drawn_rows(probs, self._uniforms[len(self._chosen)])
+            tokens = drawn.where(draws, tokens)
+            self._probs.append(probs)
+            self._mass.append(mass.where(draws, 1.0))
+        if self.draft_ids is not None:
+            tokens = self.draft_ids[tokens]
+        self._chosen.append(tokens)
+        return tokens
+
+    def all(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Ids `[n, P]`, -1 where there was nothing to draw from; and what they were drawn from,
+        `[n, P, Vd]`."""
+        tokens = torch.stack(self._chosen, dim=1)
+        if self.temperatures is None:
+            return tokens, None
+        empty = ~has_mass(torch.stack(self._mass, dim=1))
+        return tokens.masked_fill(empty, -1), torch.stack(self._probs, dim=1)
 
 
 def allowed_if_any(allowed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
