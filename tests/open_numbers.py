@@ -150,6 +150,7 @@ class Explorer:
             tokens: list[int],
             draft_probs: torch.Tensor | None,
             uniforms: list[Open],
+            pairs: list[tuple[float, float]],
         ) -> Verdict:
             drafted = b"" if draft_probs is None else draft_probs.numpy().tobytes()
             rows = target_probs.numpy().tobytes()
@@ -158,13 +159,13 @@ class Explorer:
 
                 def rejected(x: float, i: int = i) -> int:
                     given = [*numbers[:i], x, *numbers[i + 1 :]]
-                    return verify(target_probs, tokens, draft_probs, given).accepted <= i
+                    return verify(target_probs, tokens, draft_probs, given, pairs).accepted <= i
 
                 piece = self.choose(u.key, ("verify", i, rows, drafted, tuple(tokens)), rejected)
                 numbers[i] = piece.inside
                 if piece.value:
                     break
-            return verify(target_probs, tokens, draft_probs, numbers)
+            return verify(target_probs, tokens, draft_probs, numbers, pairs)
 
         accepts = tree_verify_module.accepts
 

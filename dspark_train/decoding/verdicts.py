@@ -10,7 +10,7 @@ from dspark_train.decoding.proposers import Proposal
 from dspark_train.decoding.request import Request, RequestError
 from dspark_train.decoding.sampling import draw_rows, most_likely, warp_rows
 from dspark_train.decoding.stats import Round, Seconds
-from dspark_train.decoding.verify import overlap, verify, verify_greedy
+from dspark_train.decoding.verify import chances, overlap, verify, verify_greedy
 
 # accepted drafts, the token after them, overlaps of a traced request
 Verdict = tuple[int, int, list[float] | None]
@@ -122,6 +122,8 @@ def _sampled(
 ) -> list[Verdict]:
     found: list[Verdict | None] = [None] * len(requests)
     resampled, next_probs, uniforms = [], [], []
+    drafted = [p.tokens for p in proposals], [p.probs for p in proposals]
+    pairs = chances(probs, *drafted)
     for i, (request, proposal, raw, rows) in enumerate(
         zip(requests, proposals, logits, probs, strict=True)
     ):
@@ -130,7 +132,7 @@ def _sampled(
             continue
         first, uniform = len(request.tokens), request.randomness.uniform
         numbers = [uniform(first + i, "accept") for i in range(len(proposal.tokens))]
-        verdict = verify(rows, proposal.tokens, proposal.probs, numbers)
+        verdict = verify(rows, proposal.tokens, proposal.probs, numbers, pairs[i])
         refuse_dead_end(request, raw[verdict.accepted])
         traced = overlap(rows, proposal.tokens, proposal.probs) if request.traced else None
         resampled.append((i, verdict.accepted, traced))

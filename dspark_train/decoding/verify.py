@@ -39,7 +39,31 @@ def residual(target_row: torch.Tensor, draft_row: torch.Tensor | None, token: in
     else:
         left = (target_row - draft_row).clamp_(min=0)
     total = left.sum()
-    return left / total if total > 0 else target_row
+    return torch.where(total > 0, left / total, target_row)
+
+
+def chances(
+    target_probs: Sequence[torch.Tensor],
+    tokens: Sequence[Sequence[int]],
+    draft_probs: Sequence[torch.Tensor | None],
+) -> list[list[tuple[float, float]]]:
+    """Of every draft of n requests, its probability as drafted and with the target.
+
+    They are read at once: on a GPU, a read for each request would be a wait for each.
+
+    Args:
+        target_probs, tokens, draft_probs: of each request, as for `verify`.
+    """
+    found, device = [], target_probs[0].device
+    for rows, drafted, drawn_from in zip(target_probs, tokens, draft_probs, strict=True):
+        ids = torch.tensor(drafted, dtype=torch.long, device=device)[:, None]
+        of_target = rows[: len(drafted)].gather(1, ids)
+        certain = torch.ones_like(of_target)
+        found.append(
+            torch.cat((certain if drawn_from is None else drawn_from.gather(1, ids), of_target), 1)
+        )
+    pairs = iter(torch.cat(found).tolist())
+    return [[tuple(next(pairs)) for _ in drafted] for drafted in tokens]
 
 
 def verify(
@@ -47,6 +71,7 @@ def verify(
     tokens: Sequence[int],
     draft_probs: torch.Tensor | None,
     uniforms: Sequence[float],
+    pairs: Sequence[tuple[float, float]] | None = None,
 ) -> Verdict:
     """Judge L drafted tokens in order.
 
@@ -57,6 +82,7 @@ def verify(
         draft_probs: `[L, V]` that the drafts were drawn from; None only for drafts that were not
             drawn at all (certain, one-hot).
         uniforms: L numbers in [0, 1), independent of those that the drafts were drawn with.
+        pairs: what `chances` says of the drafts; None reads it here.
 
     Raises:
         ValueError: lengths that contradict each other.
@@ -72,13 +98,10 @@ def verify(
             f"draft_probs has shape {tuple(draft_probs.shape)}, expected "
             f"{(L, target_probs.shape[1])}: one row per draft over the target's vocabulary"
         )
-    if L == 0:
-        return Verdict(0, target_probs[0])
-    drafted = torch.tensor(tokens, device=target_probs.device)[:, None]
-    of_target = target_probs[:L].gather(1, drafted)[:, 0].tolist()
-    of_draft = [1.0] * L if draft_probs is None else draft_probs.gather(1, drafted)[:, 0].tolist()
-    for i in range(L):
-        if not accepts(uniforms[i], of_draft[i], of_target[i]):
+    if pairs is None:
+        (pairs,) = chances([target_probs], [tokens], [draft_probs])
+    for i, (of_draft, of_target) in enumerate(pairs):
+        if not accepts(uniforms[i], of_draft, of_target):
             draft_row = None if draft_probs is None else draft_probs[i]
             return Verdict(i, residual(target_probs[i], draft_row, tokens[i]))
     return Verdict(L, target_probs[L])
