@@ -112,17 +112,12 @@ class CostTable:
                 seconds[kind, 1:] = _priced(self.draft_rows, measured, sizes)
         return seconds
 
-    def drafting_seconds(self, upto: int, share: float = 1.0) -> np.ndarray:
-        """Seconds `[upto + 1]` of a drafter pass for 0 … `upto` requests; nothing measured: 0.
+    def drafting_seconds(self, upto: int) -> np.ndarray:
+        """Seconds `[upto + 1]` of drafting whole proposals for 0 … `upto` requests; nothing
+        measured: 0."""
+        return _extended(self._drafting[1], upto)
 
-        Args:
-            upto: requests.
-            share: 0 for one token each, 1 for whole proposals, linearly between.
-        """
-        one, whole = self._drafting
-        return _extended(whole if share == 1 else one + share * (whole - one), upto)
-
-    def block_seconds(self, requests: int, drafts: np.ndarray, slots: int) -> np.ndarray:
+    def block_seconds(self, requests: int, drafts: np.ndarray | int, slots: int) -> np.ndarray:
         """Seconds of drafting 1 … `slots` tokens, `drafts`, for each of some requests."""
         one, whole = (_extended(kind, requests)[requests] for kind in self._drafting)
         return one + (np.asarray(drafts) - 1) / max(slots - 1, 1) * (whole - one)

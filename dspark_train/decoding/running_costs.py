@@ -61,10 +61,10 @@ class RunningCosts:
         self.rounds[:, place] += log, 1.0
         self.drafts *= KEEP
 
-    def observe_drafting(self, requests: int, share: float, seconds: float) -> None:
-        """What drafting took for so many requests; `share` as in `CostTable.drafting_seconds`."""
+    def observe_drafting(self, requests: int, drafts: int, slots: int, seconds: float) -> None:
+        """What drafting took; other arguments as those of `CostTable.block_seconds`."""
         self.since += seconds
-        expected = self.table.drafting_seconds(requests, share)[requests]
+        expected = float(self.table.block_seconds(requests, drafts, slots))
         if expected > 0:
             self.drafts += _log_ratio(seconds, expected, self.drafts), 1.0
 

@@ -134,8 +134,7 @@ class Scheduled:
         took = Seconds(*map(sum, parts))
         drafting, count = took.draft + took.walk, np.count_nonzero(self.drafted)
         if count:
-            share = (self.drafted.max() - 1) / max(self.slots - 1, 1)
-            costs.observe_drafting(count, share, drafting)
+            costs.observe_drafting(count, int(self.drafted.max()), self.slots, drafting)
         # who drafts nothing still pays for reading what the target says
         rest = sum(took) - (drafting if count else 0.0)
         read = [one.proposed + 1 for one in rounds]

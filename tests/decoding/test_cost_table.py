@@ -154,4 +154,4 @@ def test_contexts_and_drafts_are_measured() -> None:
     assert costs.draft_rows == (1, 2, 3)
     assert costs.draft_one == pytest.approx([0.001] * 3)
     assert costs.draft_seconds == pytest.approx([0.002] * 3)
-    assert costs.drafting_seconds(2, 0.5).tolist() == pytest.approx([0, 0.0015, 0.0015])
+    assert float(costs.block_seconds(2, 4, 7)) == pytest.approx(0.0015)

@@ -51,7 +51,7 @@ def test_an_interrupted_round_is_no_news_about_its_size() -> None:
 def test_a_first_draft_that_took_long_is_forgotten_without_another_one() -> None:
     """Who finds drafting dear drafts no more, so time alone must bring it back."""
     costs = RunningCosts(TABLE)
-    costs.observe_drafting(4, 1.0, 4.0)
+    costs.observe_drafting(4, 7, 7, 4.0)
     assert costs.corrected().draft_seconds[1] == pytest.approx(0.08)
     for _ in range(1500):
         costs.observe(4, 0.0, 0.11)
@@ -82,7 +82,7 @@ def test_what_was_seen_long_ago_is_forgotten() -> None:
 def test_drafting_has_a_price_of_its_own() -> None:
     costs = RunningCosts(TABLE)
     for _ in range(50):
-        costs.observe_drafting(4, 1.0, 0.08)
+        costs.observe_drafting(4, 7, 7, 0.08)
     found = costs.corrected()
     assert found.draft_seconds == pytest.approx((0.06, 0.08), rel=0.02)
     assert found.verify_seconds(32) == pytest.approx(TABLE.verify_seconds(32), rel=0.01)
