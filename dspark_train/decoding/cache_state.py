@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import DummyLayer
 
 from dspark_train.decoding.cache_layer import RowLayer
-from dspark_train.target.mixers import Kept, MixerState
+from dspark_train.target.mixers import Kept, MixerState, NothingLayer
 
 if TYPE_CHECKING:
     from dspark_train.decoding.cache import KVCache
@@ -164,7 +163,7 @@ class BothLayer(RowLayer, StateLayer):
         return RowLayer.held(self, row, length) + StateLayer.held(self, row, length)
 
 
-class EmptyLayer(DummyLayer):
+class EmptyLayer(NothingLayer):
     """A layer that keeps nothing, such as experts alone."""
 
     nbytes = 0

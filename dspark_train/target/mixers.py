@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -25,6 +24,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+# what transformers has for a layer that keeps nothing, from 5.23 on
+NothingLayer: type = getattr(cache_utils, "DummyLayer", object)
 _POSITIONS = (DynamicLayer, DynamicSlidingWindowLayer)
 _STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 # how the code of a mixer reaches its state: itself, or (transformers 5.25) by a function
@@ -67,7 +68,7 @@ def kept_by_layers(name: str, config: PretrainedConfig) -> tuple[Kept, ...]:
         ValueError: naming the target and layers that keep something else.
     """
     layers = DynamicCache(config=config).layers
-    known = (*_POSITIONS, *_STATES, DummyLayer)
+    known = (*_POSITIONS, *_STATES, NothingLayer)
     if unknown := sorted({type(layer).__name__ for layer in layers if type(layer) not in known}):
         types = sorted({*(getattr(config.get_text_config(), "layer_types", None) or ())})
         raise ValueError(
