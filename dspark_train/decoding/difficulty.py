@@ -54,7 +54,8 @@ class Difficulty:
 
         The best of all Θ = (R + Σ a) / (seconds to verify + seconds to draft) says which survival
         is the last one worth its place; what is less than half as likely is not drafted. Slots
-        beyond a limit count here, which only matters in the last rounds of a request.
+        beyond a limit count here, which only matters in the last rounds of a request. Equal
+        survivals are worth their places together, or not at all.
 
         Args:
             expected: `survival` of these requests.

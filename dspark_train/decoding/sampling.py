@@ -13,6 +13,8 @@ import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
 
 _CHUNK = 256
+# logits divided by less are beyond float32
+COLDEST = 1e-30
 
 VerdictName = Literal["rejection", "matching"]
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -72,8 +74,10 @@ class SamplingSettings:
             problems.append(f"seed={self.seed!r}, expected a whole number, or None for a new one")
         if problems:
             raise ValueError("sampling settings: " + "; ".join(problems))
-        if not 0 <= self.temperature < float("inf"):
-            problems.append(f"temperature={self.temperature}, expected 0 (greedy) or more")
+        if not (self.temperature == 0 or COLDEST <= self.temperature < float("inf")):
+            problems.append(
+                f"temperature={self.temperature}, expected 0 (greedy) or at least {COLDEST}"
+            )
         if self.top_k < 0 or int(self.top_k) != self.top_k:
             problems.append(f"top_k={self.top_k}, expected a whole number, 0 to switch it off")
         if not 0 < self.top_p <= 1:
@@ -113,7 +117,7 @@ class SamplingSettings:
     @property
     def filtered(self) -> bool:
         """Whether anything but the temperature shapes the distribution."""
-        return self.filters[1:] != SamplingSettings().filters[1:]
+        return self.filters[1:] != (0, 1.0, 0.0, 1.0)
 
     @property
     def named_ids(self) -> set[int]:

@@ -108,7 +108,9 @@ def test_drawing_without_the_host_is_drawing(temperature) -> None:
     drawing, logits = Drawing(requests, None), 3 * torch.randn(3, 40, 700)
     draws = None, None
     if temperature:
-        draws = torch.full((40,), temperature), torch.tensor(drawing.uniforms(3))
+        draws = torch.full((40,), temperature), drawing.uniforms(3)
+        one_by_one = [[request.proposing(slot) for slot in range(3)] for request in requests]
+        assert draws[1].tolist() == one_by_one
     fixed = FixedDrawing(None, *draws)
     for of_slot in logits:
         assert torch.equal(drawing.next(of_slot), fixed.next(of_slot))

@@ -215,6 +215,22 @@ def test_the_best_number_of_drafting_requests() -> None:
         assert decided.tolist() == list(best)
 
 
+FREE = CostTable(COSTS.tokens, COSTS.contexts, COSTS.seconds)
+
+
+@pytest.mark.parametrize(
+    ("table", "chance", "drafts"),
+    [(FREE, 0.3, 0), (FREE, 0.5, 1), (COSTS, 0.9, 0), (COSTS, 0.97, 1)],
+)
+def test_equal_requests_draft_together_or_not_at_all(table, chance: float, drafts: int) -> None:
+    """4 / 1.3 against (4 + 4 a) / 1.7, from a = 0.31 on; against (4 + 4 a) / 2.5, from 0.92 on."""
+    difficulty, ids = Difficulty(table, 1), list(range(4))
+    difficulty.ids, difficulty.counts = ids, np.zeros((4, 2, 1), dtype=np.float32)
+    difficulty.counts[:, 0], difficulty.counts[:, 1] = 1e6, 1e6 * chance
+    decided = difficulty.draft_lengths(difficulty.survival(ids), np.ones(4, dtype=int))
+    assert decided.tolist() == [drafts] * 4
+
+
 # shared machines are slower by such a factor at times
 SLOW_MACHINE = 8
 

@@ -98,7 +98,15 @@ def test_of_equal_largest_logits_the_lowest_id_is_taken(dtype):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0}]
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": 1e-40},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 2.0},
+    ],
 )
 def test_settings_out_of_range_are_refused_by_name(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

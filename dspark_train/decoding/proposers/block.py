@@ -200,7 +200,7 @@ class BlockProposer:
         fixed.anchors.copy_(torch.tensor(anchors + [[(0, 0)]] * (n - count)))
         if sampled:
             fixed.temperatures[:count] = torch.tensor([one.temperature for one in drawing.settings])
-            fixed.uniforms[:count] = torch.tensor(drawing.uniforms(slots), dtype=torch.float64)
+            fixed.uniforms[:count] = drawing.uniforms(slots)
         return fixed.work()
 
     def _unary(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from dspark_train.decoding.proposers.base import Proposal
+from dspark_train.decoding.randomness import keyed_seed, keyed_uniforms, seed_array
 from dspark_train.decoding.request import Request
 from dspark_train.decoding.sampling import (
     SamplingSettings,
@@ -67,9 +69,13 @@ class Drawing:
         self._chosen.append(tokens)
         return tokens
 
-    def uniforms(self, slots: int) -> list[list[float]]:
-        """The numbers `[n, slots]` that `next` draws with."""
-        return [[request.proposing(slot) for slot in range(slots)] for request in self.requests]
+    def uniforms(self, slots: int) -> torch.Tensor:
+        """The numbers, float64 `[n, slots]`, that `next` draws with."""
+        seeds = seed_array([request.randomness.seed for request in self.requests])
+        firsts = np.array([len(request.tokens) for request in self.requests], dtype=np.uint64)
+        places = firsts[:, None] + np.arange(slots, dtype=np.uint64)
+        keyed = keyed_seed(seeds, firsts - np.uint64(1))
+        return torch.from_numpy(keyed_uniforms(keyed[:, None], places, "propose"))
 
     def take(self, tokens: torch.Tensor, probs: torch.Tensor | None) -> None:
         """Have what a `FixedDrawing` drew for the first n of its rows."""
